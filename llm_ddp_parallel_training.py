@@ -1,0 +1,1689 @@
+"""PyTorch DistributedDataParallel from launch to saved weights, in one file.
+
+Two processes on one CPU, nothing to download:
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 \\
+        llm_ddp_parallel_training.py --model tiny --cpu --batch-size 2 --max-steps 2
+
+One process, no process group at all:
+
+    python llm_ddp_parallel_training.py --model tiny --cpu --max-steps 2
+
+Real text (the Python language reference that ships with CPython), two processes:
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 \\
+        llm_ddp_parallel_training.py --cpu --builtin python-docs --max-steps 500 --lr 3e-3
+
+Read it from top to bottom: settings, launch and process group, corpus and dataset, sampler,
+collator, model, the training step, validation and sampling, saving, log, `main()`. Comments
+that begin with "ranks meet" mark every place where processes wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import contextlib
+import dataclasses
+import datetime
+import functools
+import hashlib
+import io
+import json
+import math
+import mmap
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+PAD, EOS, VOCAB = 256, 257, 258  # after the 256 byte values
+IGNORE = -100  # a label that the loss leaves out
+COLLECTIVE_TIMEOUT_S = 600  # a rank that waits longer than this for the others gives up
+SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # bytes
+PEER_LOSS_GRACE_S = 5  # how long a rank that lost a peer leaves the floor to the one that failed
+
+LESSONS = """\
+One process trains one copy of the model, and DDP keeps all the copies the same.
+The launcher starts the processes and tells each of them its rank and the world size.
+Rank zero is a process like the others; it only has the extra duty to write things down.
+The world size is the number of processes that train together.
+The local rank counts the processes of one machine and picks the device.
+Before the first step, rank zero sends its weights to everybody.
+Each rank reads other samples, so each rank computes another gradient.
+The all-reduce adds up the gradients of all ranks and hands the same sum to everyone.
+Equal weights and equal gradients give equal weights again after the step.
+A gradient is ready as soon as the backward pass has left its layer.
+DDP collects gradients in buckets, because one large message is faster than many small ones.
+Buckets fill from the last layer to the first, since backward runs that way.
+While one bucket travels, the backward pass works on the next layer.
+A replica needs the memory of the whole model; more ranks do not make a model fit.
+The global batch is the batch per rank, times accumulation steps, times ranks.
+Gradient accumulation trades time for memory: small batches, one large update.
+Inside no_sync the gradients stay local and wait for the last micro-batch.
+The mean of two means is not the mean, unless both count the same number of tokens.
+So divide the sum of all losses by the number of all tokens, once, at the end.
+A sampler that forgets the epoch shows every epoch in the same order.
+A collective that one rank does not reach makes all the others wait.
+Never hide an all-reduce behind a condition that only one rank fulfils.
+Clip the gradient after it was averaged, and after the scaler was undone.
+The learning rate follows the number of updates, not the number of micro-batches.
+Warmup begins with small steps, while the optimizer still learns the scale of the gradients.
+AdamW keeps two running means for each weight, so it needs twice the memory of the weights.
+Weight decay pulls matrices towards zero; biases and norms are left in peace.
+Validation counts every sample once, whatever the number of ranks.
+Dropout should differ between ranks, but the first weights must not.
+Gloo carries tensors between CPUs, and NCCL carries them between GPUs.
+A checkpoint is written beside the old one and renamed when it is complete.
+If one rank fails, all should stop soon and say why.
+The same seed, the same data and the same settings should give the same run.
+A loss that becomes infinite should stop the run before it spoils the weights.
+Tokens per second is the speed that matters; steps per second depends on the batch.
+Two ranks on one machine share its memory bandwidth, so two are rarely twice as fast.
+A causal mask hides the future: a token sees itself and what came before.
+The model predicts the next byte, and the loss is its surprise in nats.
+A model that guesses at random among 258 tokens has a loss of about 5.55.
+Measure first, change one thing, and measure again.
+"""
+
+
+class RunError(Exception):
+    """Ends the run with one line for the reader, without a traceback."""
+
+    status = 1
+    by_all_ranks = True  # every rank raises it, so rank 0 prints it for all
+
+
+class UserError(RunError):
+    """The user's input or settings are wrong; nothing was trained or overwritten."""
+
+    status = 2
+
+
+class WriteError(RunError):
+    """Rank 0 could not write a file."""
+
+    by_all_ranks = False
+
+
+class Diverged(RunError):
+    """The loss or the gradient stopped being a finite number."""
+
+    status = 3
+
+
+# ------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage block: a wrong flag is one `UserError`."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (see --help)")
+
+
+def number(kind: type, minimum: float, maximum: float = math.inf, above: bool = False) -> Callable:
+    """A converter for argparse: a finite `kind` in [minimum, maximum], or above the minimum."""
+    what = "a whole number" if kind is int else "a number"
+    bounds = f"above {minimum}" if above else f"of at least {minimum}"
+    bounds += "" if maximum == math.inf else f" and at most {maximum}"
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (minimum < value if above else minimum <= value) or not value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} {bounds}")
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not finite")
+        return value
+
+    return convert
+
+
+def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line. Raises `UserError` for unknown or contradictory flags."""
+    parser = OneLineParser(
+        prog="llm_ddp_parallel_training.py", allow_abbrev=False,
+        description="Train a language model on one or several processes with PyTorch DDP.",
+        epilog="exit status: 0 done, 2 wrong input or settings, 3 diverged, 1 anything else",
+    )  # fmt: skip
+    # fmt: off
+    add = parser.add_argument_group("run").add_argument
+    add("--model", choices=("tiny", "qwen"), default="tiny",
+        help="tiny: byte-level Transformer, no download; qwen: Qwen2.5 with LoRA (default: tiny)")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+        help="auto: CUDA, else a Mac's GPU (one process only), else the CPU (default: auto)")
+    add("--cpu", action="store_true", help="the same as --device cpu")
+    add("--seed", type=number(int, 0, 2**31 - 1), default=0,
+        help="fixes initial weights, split, order and dropout (default: 0)")
+    add("--threads", type=number(int, 1, 4096),
+        help="CPU threads per rank (default: cores / ranks on this machine)")
+    add("--output-dir", type=Path,
+        help="where the run writes (default: runs/<model>-<date>-<time>)")
+    add("--overwrite", action="store_true", help="replace the run that --output-dir holds")
+    add("--resume", metavar="DIR", help="the finished run that --generate reads")
+    add("--dry-run", action="store_true",
+        help="check settings and data, print what would happen; train and write nothing")
+    add("--generate", metavar="PROMPT", help="continue PROMPT with the model of the --resume run")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--corpus-file", type=Path, help="your own UTF-8 text instead of --builtin")
+    add("--builtin", choices=("lessons", "python-docs"),
+        help="lessons: a few dozen sentences; python-docs: the language reference that CPython "
+        "carries, about 460 KB (default: lessons)")
+    add("--corpus-format", choices=("lines", "document", "jsonl"),
+        help='lines: a sample a line; document: one running text; jsonl: {"text": ...} a line '
+        "(default: document for python-docs, jsonl for *.jsonl, else lines)")
+    add("--val-fraction", type=number(float, 0, 0.9), default=0.1,
+        help="share of the samples held out for validation; 0: none (default: 0.1)")
+    add("--pack", action="store_true",
+        help="join samples with EOS and cut full windows: no padding, more tokens a second")
+    add("--overlong", choices=("truncate", "split", "drop"),
+        help="samples longer than --seq-len: cut off, cut in pieces, or leave out "
+        "(default: truncate; --pack and documents always split)")
+    add("--num-workers", type=number(int, 0, 256), default=0,
+        help="processes per rank that prepare batches; raise it only if the data is slower than "
+        "the step (default: 0: the rank does it)")
+
+    add = parser.add_argument_group("tiny").add_argument
+    add("--d-model", type=number(int, 1), default=64, help="width of the model (default: 64)")
+    add("--layers", type=number(int, 1), default=1, help="Transformer layers (default: 1)")
+    add("--heads", type=number(int, 1), default=4,
+        help="attention heads, a divisor of --d-model (default: 4)")
+    add("--dropout", type=number(float, 0, 0.99), default=0.0,
+        help="probability; raise it when the validation loss rises again (default: 0)")
+    add("--seq-len", type=number(int, 2), default=64,
+        help="tokens (bytes) in a window; lower it, after --batch-size, when memory runs out "
+        "(default: 64)")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--batch-size", type=number(int, 1), default=8,
+        help="sequences per rank and micro-batch; lower this first when memory runs out, and "
+        "raise --grad-accum by the same factor (default: 8)")
+    add("--grad-accum", type=number(int, 1), default=1,
+        help="micro-batches per update (default: 1)")
+    add("--epochs", type=number(int, 1), help="passes over the corpus (default: by --max-steps)")
+    add("--max-steps", type=number(int, 1),
+        help="updates, over as many epochs as it takes (default: 300 unless --epochs is given)")
+    add("--lr", type=number(float, 0, above=True),
+        help="peak learning rate; divide it by 3 when the loss jumps (default: 3e-4 tiny)")
+    add("--weight-decay", type=number(float, 0), default=0.01,
+        help="AdamW's decay, on matrices only (default: 0.01)")
+    add("--schedule", choices=("constant", "linear", "cosine"), default="constant",
+        help="of the rate after the warmup: level, or falling to 0 (default: constant)")
+    add("--warmup-steps", type=number(int, 0), default=0,
+        help="updates over which the rate rises from 0 (default: 0)")
+    add("--clip", type=number(float, 0), default=1.0,
+        help="largest norm of the global gradient; 0: no clipping (default: 1)")
+    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+        help="of the matrix products; weights stay fp32 (default: auto: on CUDA bf16 or fp16, "
+        "whichever the card has, else fp32)")
+    add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
+
+    add = parser.add_argument_group("watching").add_argument
+    add("--log-every", type=number(int, 1), default=10,
+        help="updates between two log lines (default: 10)")
+    add("--eval-every", type=number(int, 0), default=0,
+        help="updates between two validations; 0: only at the end (default: 0)")
+    add("--sample-every", type=number(int, 0), default=0,
+        help="updates between two generated samples; 0: only at the end (default: 0)")
+    add("--tensorboard", action="store_true", help="also write event files for TensorBoard")
+    # fmt: on
+    settings = parser.parse_args(argv)
+    check_settings(settings)
+    return settings
+
+
+def check_settings(settings: argparse.Namespace) -> None:
+    """Refuses contradictions and fills in the defaults that depend on other flags."""
+    s = settings
+    if s.model == "qwen":
+        raise UserError("--model qwen is not built yet; use --model tiny")
+    if s.cpu and s.device not in ("auto", "cpu"):
+        raise UserError(f"--cpu contradicts --device {s.device}; give one of them")
+    if s.corpus_file and s.builtin:
+        raise UserError("--corpus-file contradicts --builtin; give one of them")
+    if s.d_model % s.heads:
+        raise UserError(f"--heads {s.heads} does not divide --d-model {s.d_model}")
+    if s.resume and s.generate is None:
+        raise UserError("--resume is only built for --generate PROMPT so far")
+    if s.generate is not None and not s.resume:
+        raise UserError("--generate PROMPT needs --resume RUN, the folder of a finished run")
+    if s.generate == "":
+        raise UserError("--generate needs a prompt of at least one character")
+
+    if s.cpu:
+        s.device = "cpu"
+    if not s.corpus_file and not s.builtin:
+        s.builtin = "lessons"
+    if s.corpus_format is None:
+        jsonl = s.corpus_file and s.corpus_file.suffix.lower() == ".jsonl"
+        s.corpus_format = (
+            "jsonl" if jsonl else "document" if s.builtin == "python-docs" else "lines"
+        )
+    if s.builtin and s.corpus_format == "jsonl":
+        raise UserError("--corpus-format jsonl needs a --corpus-file")
+    s.pack = s.pack or s.corpus_format == "document"
+    if s.pack and s.overlong in ("truncate", "drop"):
+        raise UserError(f"--overlong {s.overlong} contradicts packing, which always splits")
+    s.overlong = s.overlong or ("split" if s.pack else "truncate")
+    if s.epochs is None and s.max_steps is None:
+        s.max_steps = 300
+    if s.lr is None:
+        s.lr = 3e-4
+
+
+# ------------------------------------------------------------------------------------------
+# Launch and process group
+# ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Launch:
+    """Who this process is, and what it runs on.
+
+    `rank` counts all processes, `local_rank` those of one machine. `choices` collects every
+    automatic decision as (what, chosen, reason) for the header and `run.json`.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+
+    def choose(self, what: str, chosen: Any, reason: str) -> None:
+        self.choices.append((what, str(chosen), reason))
+
+    def say(self, text: str) -> None:
+        """Prints once for the whole job: rank 0 speaks, the others are silent."""
+        if self.rank == 0:
+            say(text)
+
+
+def say(text: str) -> None:
+    """Prints one message; a reader who went away (`| head`) does not end the run."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
+
+
+def read_launcher() -> Launch:
+    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them.
+
+    None of them set: one process on its own. Raises `UserError` for values that make no sense.
+    """
+
+    def variable(name: str, default: int, minimum: int, below: float = math.inf) -> int:
+        text = os.environ.get(name, str(default))
+        if not text.strip().isdecimal() or not minimum <= int(text) < below:
+            limit = "" if below == math.inf else f" and below {below}"
+            raise UserError(
+                f"environment variable {name}={text!r} should be a whole number of at least "
+                f"{minimum}{limit}; launch with python -m torch.distributed.run, or unset it"
+            )
+        return int(text)
+
+    world_size = variable("WORLD_SIZE", 1, 1)
+    rank = variable("RANK", 0, 0, world_size)
+    local_world_size = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size + 1)
+    local_rank = variable("LOCAL_RANK", rank % local_world_size, 0, local_world_size)
+    if world_size > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise UserError(
+                    f"WORLD_SIZE={world_size} but {name} is not set; "
+                    "launch with python -m torch.distributed.run"
+                )
+    return Launch(rank, local_rank, world_size, local_world_size)
+
+
+def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
+    """Sets `launch.device`, the precision and the threads, each with its reason."""
+    asked, several = settings.device, launch.world_size > 1
+    if asked == "mps" and several:
+        raise UserError("--device mps trains in one process only; use --device cpu for several")
+    mps = asked in ("auto", "mps") and not several and torch.backends.mps.is_available()
+    # CUDA is asked about only when it may be used: a CPU run must not depend on its driver.
+    gpus = torch.cuda.device_count() if asked in ("auto", "cuda") else 0
+    if asked == "cuda" and not gpus:
+        raise UserError("--device cuda: PyTorch sees no CUDA device here; use --device cpu")
+    if asked == "mps" and not mps:
+        raise UserError("--device mps: PyTorch sees no Metal GPU here; use --device cpu")
+    if gpus:
+        launch.device = torch.device("cuda", launch.local_rank % gpus)
+        torch.cuda.set_device(launch.device)
+    elif mps:
+        launch.device = torch.device("mps")
+    why = f"--device {asked}" if asked != "auto" else "the first of cuda, mps, cpu that is here"
+    launch.choose("device", launch.device, why)
+
+    if settings.precision == "auto":
+        chosen, why = "fp32", f"default on {launch.device.type}"
+        if launch.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(launch.device)
+            chosen = "bf16" if major >= 8 else "fp16"
+            why = f"capability {major}.{minor}; bf16 in hardware begins at 8.0"
+        settings.precision = chosen
+    else:
+        why = f"--precision {settings.precision}"
+        if settings.precision == "fp16" and launch.device.type != "cuda":
+            raise UserError("--precision fp16 needs CUDA; use bf16 or fp32 here")
+    launch.choose("precision", settings.precision, why)
+    choose_threads(launch, settings)
+
+
+def choose_threads(launch: Launch, settings: argparse.Namespace) -> None:
+    """Gives each rank of a machine its share of the cores."""
+    affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    threads = max(1, cores // launch.local_world_size)
+    why = f"{cores} cores / {launch.local_world_size} ranks on this machine"
+    # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it.
+    omp = os.environ.get("OMP_NUM_THREADS", "")
+    launchers_own = (
+        omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    )
+    if settings.threads:
+        threads, why = settings.threads, "--threads"
+    elif omp.isdecimal() and int(omp) > 0 and not launchers_own:
+        threads, why = int(omp), "OMP_NUM_THREADS"
+    torch.set_num_threads(threads)
+    launch.choose("threads", f"{threads} per rank", why)
+
+
+def set_up(launch: Launch) -> None:
+    """Joins the process group; one process has none. Ranks meet: all must call it."""
+    if launch.world_size == 1:
+        launch.choose("backend", "none", "one process: no process group, no DDP")
+        return
+    shared = launch.device.type == "cuda" and launch.local_world_size > torch.cuda.device_count()
+    if launch.device.type != "cuda":
+        backend, why = "gloo", f"{launch.device.type} run"
+    elif sys.platform == "win32":
+        backend, why = "gloo", "NCCL is not built for Windows"
+    elif shared:
+        backend, why = "gloo", "several ranks share a GPU, which NCCL refuses"
+    else:
+        backend, why = "nccl", "one CUDA device per rank"
+    launch.choose("backend", backend, why)
+    dist.init_process_group(
+        backend,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        device_id=launch.device if backend == "nccl" else None,
+    )
+
+
+@contextlib.contextmanager
+def one_clear_ending() -> Iterator[None]:
+    """Turns every way out of the run into one readable cause and the right exit status.
+
+    A `RunError` is printed by rank 0 as one line. Any other exception keeps its traceback. A rank
+    that merely lost a peer leaves the floor to the peer: it waits a moment, so that the launcher
+    sees the rank that really failed first and names it as the root cause.
+    """
+    rank = os.environ.get("RANK", "0")  # as it stands: it may be what is wrong
+    try:
+        yield
+    except RunError as error:
+        if error.by_all_ranks and rank.isdecimal() and int(rank) > 0:
+            pass  # rank 0 says it
+        else:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        write_launcher_error(str(error))
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        if rank == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except Exception as error:
+        if not peer_is_gone(error):
+            print(f"rank {rank} failed:", file=sys.stderr, flush=True)
+            raise
+        time.sleep(PEER_LOSS_GRACE_S)
+        print(
+            f"rank {rank} stops: it lost contact with another rank, whose own message or the "
+            "launcher's summary names the cause",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        sys.exit(1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def peer_is_gone(error: Exception) -> bool:
+    """Whether a collective failed because another rank left, rather than by our own fault."""
+    network = (dist.DistBackendError, dist.DistNetworkError)
+    return isinstance(error, network) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error) and "peer" in str(error)
+    )
+
+
+def write_launcher_error(message: str) -> None:
+    """Tells torchrun the cause, in the format of its error file, so that its summary shows it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+@contextlib.contextmanager
+def together(launch: Launch) -> Iterator[None]:
+    """A block in which any rank may find the user's mistake: all ranks raise it, or none.
+
+    Ranks meet: all must enter it, and none may use a collective inside.
+    """
+    found = None
+    try:
+        yield
+    except RunError as error:
+        found = error
+    everyone = [found]
+    if launch.world_size > 1:
+        everyone = [None] * launch.world_size
+        dist.all_gather_object(everyone, found)
+    for error in everyone:
+        if error is not None:
+            raise error
+
+
+# ------------------------------------------------------------------------------------------
+# Corpus and dataset
+# ------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 22  # bytes of the corpus that are looked at in one go
+BOM = b"\xef\xbb\xbf"  # the UTF-8 byte-order mark
+
+
+class Corpus:
+    """The bytes of a corpus: a memory map of a file, or a built-in text.
+
+    A map costs each rank address space, not memory: the pages belong to the operating system and
+    are shared by all ranks of a machine. `source` is a path or the bytes themselves; `begin` is 3
+    behind a byte-order mark, else 0. Pickled (for loader workers) as its source.
+    """
+
+    def __init__(self, source: Path | bytes) -> None:
+        self.source = source
+        self.name = str(source) if isinstance(source, Path) else "built-in text"
+        self.buffer = map_file(source) if isinstance(source, Path) else source
+        self.data = np.frombuffer(self.buffer, dtype=np.uint8)
+        self.begin = len(BOM) if self.buffer[:3] == BOM else 0
+
+    def __reduce__(self) -> tuple:
+        return Corpus, (self.source,)
+
+    def chunks(self) -> Iterator[tuple[int, bytes]]:
+        """Yields (offset, bytes) of pieces of about `CHUNK` bytes, all of them valid UTF-8.
+
+        A piece ends behind a line feed if it holds one, else between two characters. Raises
+        `UserError` with line number and byte offset of the first byte that is not UTF-8.
+        """
+        offset, line, size = self.begin, 1, len(self.data)
+        while offset < size:
+            end = min(offset + CHUNK, size)
+            piece = self.buffer[offset:end]
+            if end < size:
+                cut = piece.rfind(b"\n") + 1
+                if not cut:  # no line feed: step back over a cut character, or a cut CRLF
+                    while end - offset > CHUNK - 3 and self.data[end] & 0xC0 == 0x80:
+                        end -= 1
+                    cut = end - offset - (self.data[end - 1] == ord("\r"))
+                piece = piece[:cut]
+            if not piece.isascii():
+                try:
+                    piece.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    line += piece.count(b"\n", 0, error.start)
+                    utf16 = self.buffer[:2] in (b"\xff\xfe", b"\xfe\xff")
+                    hint = "the file looks like UTF-16; " if utf16 else ""
+                    raise UserError(
+                        f"{self.name}, line {line}, byte offset {offset + error.start}: "
+                        f"byte 0x{piece[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
+                    ) from None
+            yield offset, piece
+            line += piece.count(b"\n")
+            offset += len(piece)
+
+
+def map_file(path: Path) -> bytes | mmap.mmap:
+    """Maps a regular file for reading. Raises `UserError` if it cannot be read."""
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"--corpus-file {path} is not a regular file")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except OSError as error:
+        raise UserError(f"--corpus-file {path}: {error.strerror}") from None
+
+
+class Lines(Sequence[str]):
+    """The samples of a corpus with one sample a line: `lines[i]` is a non-empty text.
+
+    Only the offsets of first and last byte are held (uint32 below 4 GiB: 8 bytes a sample); the
+    text is cut out of the map when it is asked for. Lines end in LF or CRLF, blank ones are
+    skipped and counted in `blank`. With `jsonl`, a sample is the "text" of a JSON object.
+    """
+
+    def __init__(self, corpus: Corpus, jsonl: bool = False) -> None:
+        self.corpus, self.jsonl, self.blank = corpus, jsonl, 0
+        offsets = "I" if len(corpus.data) < 2**32 else "Q"
+        starts, ends = array.array(offsets), array.array(offsets)
+        open_since, has_text = corpus.begin, False  # the line that the last piece left open
+        for offset, piece in corpus.chunks():
+            block = np.frombuffer(piece, dtype=np.uint8)
+            feeds = np.flatnonzero(block == ord("\n"))
+            first = np.concatenate(([0], feeds + 1))
+            first = first[first < len(block)]
+            # A line whose bytes are all at most 32 holds nothing but spaces and control bytes.
+            texts = np.maximum.reduceat(block, first) > 32
+            texts[0] |= has_text
+            begin = first + offset
+            begin[0] = open_since
+            end = feeds + offset
+            has_text, open_since = False, offset + len(block)
+            if len(feeds) < len(first):  # the last line goes on in the next piece, or is the last
+                has_text, open_since = bool(texts[-1]), int(begin[-1])
+                texts, begin = texts[:-1], begin[:-1]
+            end = end - (corpus.data[end - 1] == ord("\r"))
+            self.blank += int(len(texts) - texts.sum())
+            starts.frombytes(begin[texts].astype(starts.typecode).tobytes())
+            ends.frombytes(end[texts].astype(ends.typecode).tobytes())
+        size = len(corpus.data)
+        if open_since < size:  # no line feed at the end of the file
+            self.blank += not has_text
+            if has_text:
+                starts.append(open_since)
+                ends.append(size - (corpus.buffer[size - 1 : size] == b"\r"))
+        self.starts = np.frombuffer(starts, dtype=starts.typecode)
+        self.ends = np.frombuffer(ends, dtype=ends.typecode)
+        self.text_sizes: np.ndarray | None = None
+        if jsonl:
+            self._check_jsonl()
+
+    def _check_jsonl(self) -> None:
+        """Parses every line once, so that a bad one is found now and not after an hour."""
+        sizes = np.zeros(len(self), dtype=np.uint32)
+        for i in range(len(self)):
+            try:
+                sizes[i] = len(self[i].encode("utf-8"))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                line = self.corpus.buffer[: self.starts[i]].count(b"\n") + 1
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "bad text"
+                raise UserError(
+                    f'{self.corpus.name}, line {line}: not a JSON object like {{"text": "..."}} '
+                    f"({reason})"
+                ) from None
+        self.starts, self.ends = self.starts[sizes > 0], self.ends[sizes > 0]
+        self.blank += int((sizes == 0).sum())
+        self.text_sizes = sizes[sizes > 0]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> str:
+        raw = self.corpus.buffer[int(self.starts[index]) : int(self.ends[index])]
+        return json.loads(raw)["text"] if self.jsonl else raw.decode("utf-8")
+
+    def sizes(self, ids: slice | np.ndarray) -> np.ndarray:
+        """UTF-8 bytes of the samples `ids`, int64."""
+        if self.text_sizes is not None:
+            return self.text_sizes[ids].astype(np.int64)
+        return self.ends[ids].astype(np.int64) - self.starts[ids]
+
+
+class Document:
+    """A running text as a stream of byte tokens, without byte-order mark, CRLF read as LF.
+
+    CRLF is not rewritten in memory: `marks` holds, for every 4 KiB, how many tokens lie before it.
+    """
+
+    BLOCK = 4096
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        size = len(corpus.data) - corpus.begin
+        dropped = np.zeros(-(-size // self.BLOCK) + 1, dtype=np.int64)  # [k + 1]: CRs in block k
+        for offset, piece in corpus.chunks():
+            block = np.frombuffer(piece, dtype=np.uint8)
+            if b"\r\n" in piece:
+                crs = np.flatnonzero((block[:-1] == ord("\r")) & (block[1:] == ord("\n")))
+                np.add.at(dropped, (crs + offset - corpus.begin) // self.BLOCK + 1, 1)
+        self.marks = np.arange(len(dropped)) * self.BLOCK - np.cumsum(dropped)
+        self.length = size - int(dropped.sum())
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Tokens `begin` up to `end` (exclusive), uint16."""
+        first, last = np.searchsorted(self.marks, (begin, end - 1), side="right") - 1
+        base = self.corpus.begin
+        raw = self.corpus.buffer[base + first * self.BLOCK : base + (last + 1) * self.BLOCK]
+        raw = raw.replace(b"\r\n", b"\n")[begin - self.marks[first] : end - self.marks[first]]
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+
+class Without:
+    """The numbers 0 … size-1 without some of them (sorted); holds only those left out.
+
+    Like an array, it is indexed by a number or by an array of numbers.
+    """
+
+    def __init__(self, size: int, left_out: np.ndarray) -> None:
+        self.size = size - len(left_out)
+        self.jumps = left_out - np.arange(len(left_out))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return index + np.searchsorted(self.jumps, index, side="right")
+
+
+def hold_out(size: int, fraction: float, seed: int) -> np.ndarray:
+    """Sorted positions of the validation samples, int64: one at random out of each stretch.
+
+    Exactly `round(size * fraction)`, but at least one sample is left for training.
+    """
+    count = min(round(size * fraction), max(size - 1, 0))
+    edges = np.arange(count + 1) * size // max(count, 1)
+    random = np.random.default_rng([seed, 1]).random(count)
+    return edges[:-1] + (random * np.diff(edges)).astype(np.int64)
+
+
+class IndexedTextDataset(Dataset):
+    """Non-empty texts; item `i` is `(record_id, text)`.
+
+    `ids` picks a part of the texts (default: all); a record id is a text's position in the whole
+    corpus. Raises `ValueError` for an empty text.
+    """
+
+    def __init__(self, texts: Sequence[str], ids: np.ndarray | Without | None = None) -> None:
+        if not isinstance(texts, Lines):  # Lines holds no empty text by construction
+            for i, text in enumerate(texts):
+                if not text:
+                    raise ValueError(f"text {i} is empty")
+        self.texts = texts
+        self.ids = Without(len(texts), np.arange(0)) if ids is None else ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[int, str]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        record_id = int(self.ids[index])
+        return record_id, self.texts[record_id]
+
+
+def encode(text: str) -> np.ndarray:
+    """The UTF-8 bytes of a text and EOS as tokens, uint16 `[bytes + 1]`."""
+    tokens = np.frombuffer(text.encode("utf-8") + b"\0", dtype=np.uint8).astype(np.uint16)
+    tokens[-1] = EOS
+    return tokens
+
+
+class DocumentPart:
+    """Tokens `begin` up to `end` of a document, as one stream for `TokenWindows`."""
+
+    def __init__(self, document: Document, begin: int, end: int) -> None:
+        self.document, self.begin, self.lengths = document, begin, [end - begin]
+
+    def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        end = min(end, self.lengths[stream])
+        return self.document.read(self.begin + begin, self.begin + end)
+
+
+class SeparateSamples:
+    """Each sample, closed by EOS, as a stream of its own for `TokenWindows`."""
+
+    def __init__(self, texts: Lines, ids: np.ndarray | Without) -> None:
+        self.texts, self.ids = texts, ids
+        self.lengths = texts.sizes(ids[np.arange(len(ids))]) + 1
+
+    def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        return encode(self.texts[self.ids[stream]])[begin:end]
+
+
+class JoinedSamples:
+    """All samples, each closed by EOS, one after another as one stream for `TokenWindows`.
+
+    Holds the token offset of every 64th sample only.
+    """
+
+    EVERY = 64
+
+    def __init__(self, texts: Lines, ids: np.ndarray | Without) -> None:
+        self.texts, self.ids = texts, ids
+        offsets, length, step = [], 0, self.EVERY * 4096
+        for begin in range(0, len(ids), step):
+            sizes = texts.sizes(ids[np.arange(begin, min(begin + step, len(ids)))]) + 1
+            offsets.append((length + np.cumsum(sizes) - sizes)[:: self.EVERY])
+            length += int(sizes.sum())
+        self.offsets = np.concatenate(offsets) if offsets else np.zeros(1, dtype=np.int64)
+        self.lengths = [length]
+
+    def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        group = int(np.searchsorted(self.offsets, begin, side="right")) - 1
+        position, parts = int(self.offsets[group]), []
+        for i in range(group * self.EVERY, len(self.ids)):
+            if position >= end:
+                break
+            tokens = encode(self.texts[self.ids[i]])
+            parts.append(tokens[max(begin - position, 0) : end - position])
+            position += len(tokens)
+        return np.concatenate(parts)
+
+
+class TokenWindows(Dataset):
+    """Windows of `seq_len` tokens over the streams of a source; item `i` is `(i, tokens)`.
+
+    Neighbours overlap by one token: a window of T tokens predicts T - 1 of them, so that every
+    token of a stream, but for its first, is predicted exactly once. A source has `lengths`, the
+    tokens of each stream, and `read(stream, begin, end)`, tokens as uint16, cut at the end.
+    """
+
+    def __init__(self, source: Any, seq_len: int) -> None:
+        self.source, self.stride = source, seq_len - 1
+        targets = np.maximum(np.asarray(source.lengths, dtype=np.int64) - 1, 0)
+        self.windows_up_to = np.cumsum(-(-targets // self.stride))
+
+    def __len__(self) -> int:
+        return int(self.windows_up_to[-1]) if len(self.windows_up_to) else 0
+
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        stream = int(np.searchsorted(self.windows_up_to, index, side="right"))
+        window = index - (int(self.windows_up_to[stream - 1]) if stream else 0)
+        begin = window * self.stride
+        return index, self.source.read(stream, begin, begin + self.stride + 1)
+
+
+@dataclasses.dataclass
+class Data:
+    """Training and validation samples, and what was done to get them, in words."""
+
+    train: Dataset
+    validation: Dataset
+    summary: str
+
+
+def build_data(settings: argparse.Namespace) -> Data:
+    """Reads the corpus and splits it. Raises `UserError` for anything that cannot be trained on.
+
+    Every rank does the same and gets the same; nothing here depends on the rank.
+    """
+    s = settings
+    corpus = Corpus(s.corpus_file or builtin_text(s.builtin))
+    if s.corpus_format == "document":
+        document = Document(corpus)
+        cut = len(document) - round(len(document) * s.val_fraction)
+        train = TokenWindows(DocumentPart(document, 0, cut), s.seq_len)
+        validation = TokenWindows(DocumentPart(document, cut, len(document)), s.seq_len)
+        summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
+        if not len(train):
+            raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
+        return Data(train, validation, summary)
+
+    texts = Lines(corpus, jsonl=s.corpus_format == "jsonl")
+    if not len(texts):
+        raise UserError(
+            f"{corpus.name} holds no samples: {len(corpus.data)} bytes, {texts.blank} blank lines"
+        )
+    overlong, cut_off, dropped = 0, 0, np.zeros(0, dtype=np.int64)
+    for begin in range(0, len(texts), CHUNK):
+        tokens = texts.sizes(slice(begin, begin + CHUNK)) + 1
+        long = np.flatnonzero(tokens > s.seq_len)
+        overlong += len(long)
+        cut_off += int((tokens[long] - s.seq_len).sum())
+        if s.overlong == "drop":
+            dropped = np.concatenate((dropped, long + begin))
+            cut_off += len(long) * s.seq_len  # a dropped sample loses all its tokens
+    kept = Without(len(texts), dropped)
+    if not len(kept):
+        raise UserError(
+            f"all {len(texts)} samples are longer than --seq-len {s.seq_len} tokens; "
+            "raise it, or use --overlong split"
+        )
+    held_out = kept[hold_out(len(kept), s.val_fraction, s.seed)]
+    parts = [Without(len(texts), np.union1d(dropped, held_out)), held_out]
+    if s.pack:
+        train, validation = (TokenWindows(JoinedSamples(texts, p), s.seq_len) for p in parts)
+    elif s.overlong == "split":
+        train, validation = (TokenWindows(SeparateSamples(texts, p), s.seq_len) for p in parts)
+    else:
+        train, validation = (IndexedTextDataset(texts, p) for p in parts)
+    done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
+    summary = (
+        f"{len(texts):,} samples, {len(held_out):,} held out, {texts.blank:,} blank lines skipped"
+    )
+    if overlong and not s.pack:
+        summary += f"; {overlong:,} samples longer than {s.seq_len} tokens {done}"
+        summary += "" if s.overlong == "split" else f" ({cut_off:,} tokens lost)"
+    return Data(train, validation, summary)
+
+
+def builtin_text(name: str) -> bytes:
+    """A text that needs no download: the lessons above, or the language reference of CPython."""
+    if name == "lessons":
+        return LESSONS.encode("utf-8")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError(
+            "--builtin python-docs: this Python carries no pydoc_data; use a full CPython, or "
+            "--corpus-file"
+        ) from None
+    return "\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
+
+
+# ------------------------------------------------------------------------------------------
+# Sampler
+# ------------------------------------------------------------------------------------------
+
+
+class EpochSampler(Sampler[int]):
+    """The order of an epoch for one process: a permutation fixed by (seed, epoch).
+
+    `set_epoch(epoch, start)` chooses the epoch and how many samples of it, counted over all
+    ranks, were already trained on.
+    """
+
+    num_replicas, rank = 1, 0
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self.seed = size, seed
+        self.epoch, self.start = 0, 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        self.epoch, self.start = epoch, start
+
+    def __len__(self) -> int:
+        return len(range(self.start + self.rank, self.size, self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(self.size, dtype=np.uint32 if self.size < 2**32 else np.uint64)
+        np.random.default_rng([self.seed, 0, self.epoch]).shuffle(order)
+        # Rank r of N takes positions r, r + N, r + 2N, … So the first B samples of all ranks
+        # together are the first N·B of the order: the batch that one process would have taken.
+        for index in order[self.start + self.rank :: self.num_replicas]:
+            yield int(index)
+
+
+class ShardSampler(EpochSampler, DistributedSampler):
+    """The share of one rank in the order of an epoch.
+
+    It differs from its base `DistributedSampler` in three points: the order is sliced and never
+    copied into a list, it can start inside an epoch, and nothing is repeated to make the shares
+    even. A rank that runs out of samples first trains on padding that weighs nothing (see
+    `updates_of_epoch`), so every sample counts exactly once an epoch.
+    """
+
+    def __init__(self, size: int, seed: int, num_replicas: int, rank: int) -> None:
+        EpochSampler.__init__(self, size, seed)
+        self.num_replicas, self.rank = num_replicas, rank
+
+
+# ------------------------------------------------------------------------------------------
+# Collator
+# ------------------------------------------------------------------------------------------
+
+
+def tiny_collator(items: Sequence[tuple[int, str | np.ndarray]], seq_len: int) -> dict:
+    """Texts, or windows of tokens, as one padded batch.
+
+    Args:
+        items: (record_id, text or uint16 tokens) pairs. None at all gives one row of padding.
+        seq_len: T; longer texts are cut off.
+
+    Returns:
+        input_ids int64 [B, T], padded with PAD; labels int64 [B, T], −100 at padding;
+        record_ids int64 [B], −1 for a row of padding only.
+    """
+    input_ids = torch.full((max(len(items), 1), seq_len), PAD, dtype=torch.int64)
+    record_ids = torch.full((max(len(items), 1),), -1, dtype=torch.int64)
+    for row, (record_id, content) in enumerate(items):
+        tokens = encode(content) if isinstance(content, str) else content
+        tokens = tokens[:seq_len].astype(np.int64)
+        input_ids[row, : len(tokens)] = torch.from_numpy(tokens)
+        record_ids[row] = record_id
+    labels = input_ids.masked_fill(input_ids == PAD, IGNORE)  # PAD never occurs in a text
+    return {"input_ids": input_ids, "labels": labels, "record_ids": record_ids}
+
+
+def valid_targets(labels: torch.Tensor) -> int:
+    """How many tokens of a batch are predicted: labels [B, T] but for the first and −100."""
+    return int((labels[:, 1:] != IGNORE).sum())
+
+
+# ------------------------------------------------------------------------------------------
+# Model
+# ------------------------------------------------------------------------------------------
+
+
+class TinyCausalTransformer(nn.Module):
+    """A byte-level causal Transformer: embeddings, `nn.TransformerEncoder`, norm, head.
+
+    Pre-norm layers with GELU and a feed-forward width of 4 · d_model, after Radford et al. 2019
+    (GPT-2); the contract for shapes: ids [B, T] → embeddings [B, T, d_model] → logits [B, T, 258].
+    """
+
+    def __init__(
+        self,
+        d_model: int = 64,
+        layers: int = 1,
+        heads: int = 4,
+        dropout: float = 0.0,
+        seq_len: int = 64,
+    ) -> None:
+        super().__init__()
+        self.config = {
+            "d_model": d_model, "layers": layers, "heads": heads,
+            "dropout": dropout, "seq_len": seq_len,
+        }  # fmt: skip
+        self.token_emb = nn.Embedding(VOCAB, d_model)
+        self.pos_emb = nn.Embedding(seq_len, d_model)
+        self.drop = nn.Dropout(dropout)
+        # No biases: that of the keys shifts all scores of a query alike, so its gradient is zero
+        # but for rounding noise, which AdamW would blow up into steps that differ between runs.
+        layer = nn.TransformerEncoderLayer(
+            d_model, heads, 4 * d_model, dropout, "gelu",
+            batch_first=True, norm_first=True, bias=False,
+        )  # fmt: skip
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(d_model, bias=False)
+        self.lm_head = nn.Linear(d_model, VOCAB, bias=False)
+        self._initialize(layers)
+
+    def _initialize(self, layers: int) -> None:
+        """Normal(0, 0.02), and less for the two matrices of a layer that feed the residual stream:
+        their sum over 2 · layers branches then keeps its scale (Radford et al. 2019, section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith(("out_proj.weight", "linear2.weight"))
+                scale = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+                nn.init.normal_(parameter, std=scale)
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """ids int64 [B, T] → next-token logits [B, T, 258]; T is at most seq_len."""
+        length = input_ids.shape[1]
+        hidden = self.token_emb(input_ids) + self.pos_emb.weight[:length]  # (B, T, d_model)
+        # True above the diagonal: position i must not look at j > i. Padding is on the right, so
+        # this alone hides it from every real token.
+        mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1)
+        hidden = self.encoder(self.drop(hidden), mask=mask, is_causal=True)
+        return self.lm_head(self.norm(hidden))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy in nats of logits[:, :-1] against labels[:, 1:], a float64 scalar.
+
+        Labels of −100 are left out; a batch without any label gives 0, with zero gradients.
+        """
+        # Shifting the labels instead of the logits spares a copy of the larger tensor.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # (B·T)
+        logits = self.logits(input_ids).flatten(0, 1)  # (B·T, 258)
+        losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
+        return losses.sum(dtype=exact(losses)) / (targets != IGNORE).sum().clamp(min=1)
+
+
+def exact(like: torch.Tensor) -> torch.dtype:
+    """The type that sums of losses are kept in: float64, which only Metal GPUs lack."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def parameter_digest(model: nn.Module) -> str:
+    """sha256 of the trained parameters in name order: each name, then its values' bytes."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad:
+            digest.update(name.encode("utf-8"))
+            values = parameter.detach().cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; weight decay on matrices only."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(update: int, settings: argparse.Namespace, updates: int) -> float:
+    """The rate of update 0, 1, 2, …: a function of completed updates and nothing else."""
+    s = settings
+    if update < s.warmup_steps:
+        return s.lr * (update + 1) / s.warmup_steps
+    if s.schedule == "constant":
+        return s.lr
+    progress = (update - s.warmup_steps) / max(updates - s.warmup_steps, 1)  # in [0, 1)
+    if s.schedule == "linear":
+        return s.lr * (1 - progress)
+    return s.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ------------------------------------------------------------------------------------------
+# The training step
+# ------------------------------------------------------------------------------------------
+
+
+def updates_of_epoch(
+    loader: DataLoader, sampler: EpochSampler, settings: argparse.Namespace
+) -> Iterator[list[dict]]:
+    """Yields the micro-batches of one update after another, until the epoch ends.
+
+    All ranks get the same number of updates and of micro-batches in each: what is left of the
+    epoch is known to all of them, and a rank whose share ran out gets a row of padding.
+    """
+    ranks, batch = sampler.num_replicas, settings.batch_size
+    left = sampler.size - sampler.start
+    batches = iter(loader)
+    while left > 0:
+        samples = min(left, batch * settings.grad_accum * ranks)  # of this update, over all ranks
+        micro_batches = math.ceil(math.ceil(samples / ranks) / batch)
+        empty = loader.collate_fn([])
+        yield [next(batches, empty) for _ in range(micro_batches)]
+        left -= samples
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What one update did, over all ranks and micro-batches."""
+
+    loss: float  # nats per token, mean over all valid tokens of the global batch
+    tokens: int  # valid targets in the global batch
+    grad_norm: float  # L2 norm of the gradient of that loss, before clipping
+    skipped: bool = False  # the fp16 scaler found an overflow, and left the weights alone
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    micro_batches: list[dict],
+    launch: Launch,
+    settings: argparse.Namespace,
+) -> StepResult:
+    """One update from the micro-batches of this rank; `model` is DDP-wrapped or bare.
+
+    The gradient to follow is that of the mean over all valid tokens of the global batch,
+
+        G = (1/n) · Σ_r Σ_j ∇S_rj ,   n = Σ_r Σ_j n_rj ,
+
+    where S_rj is the summed loss of micro-batch j on rank r and n_rj its number of valid tokens.
+    The model returns the mean S_rj / n_rj, and DDP divides the sum over the N ranks by N. So each
+    rank runs backward on (n_rj / c) · mean = S_rj / c, with a constant c, and DDP leaves
+
+        g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
+
+    n is only known when all ranks have added up; it travels together with the loss, after the
+    backward pass. Any c is exact; with the most tokens a rank can have, c·N / n is near 1.
+    """
+    device = launch.device
+    capacity = settings.batch_size * settings.grad_accum * (settings.seq_len - 1)  # c
+    totals = torch.zeros(2, device=device)  # summed loss, valid tokens
+    totals = totals.to(exact(totals))
+
+    for j, batch in enumerate(micro_batches):
+        last = j == len(micro_batches) - 1
+        # DDP decides in the forward pass whether the backward pass will synchronize, so both are
+        # inside no_sync: local gradients add up until the last micro-batch sends the sum.
+        accumulate = not last and launch.world_size > 1
+        with model.no_sync() if accumulate else contextlib.nullcontext():
+            tokens = valid_targets(batch["labels"])
+            with autocast(launch, settings):
+                loss = model(**inputs_of(batch, device))
+            # Ranks meet: in the last backward pass DDP all-reduces bucket after bucket.
+            scaler.scale(loss * (tokens / capacity)).backward()
+        totals[0] += loss.detach() * tokens
+        totals[1] += tokens
+
+    if launch.world_size > 1:
+        dist.all_reduce(totals)  # ranks meet: the only other message of a step, 16 bytes
+    loss_sum, tokens = totals.tolist()
+    scaler.unscale_(optimizer)  # before anything looks at the size of a gradient
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    correction = capacity * launch.world_size / max(tokens, 1)  # c·N / n
+    norm = float(nn.utils.get_total_norm(gradients)) * correction
+    result = StepResult(loss_sum / max(tokens, 1), int(tokens), norm)
+
+    # Every rank sees the same averaged gradient and the same loss, so all come to one verdict.
+    if not math.isfinite(result.loss):
+        raise Diverged(f"the loss is {result.loss}")
+    if not math.isfinite(norm) and not scaler.is_enabled():
+        raise Diverged(f"the loss is {result.loss:.4f}, but the gradient norm is {norm}")
+    shrink = min(1.0, settings.clip / (norm + 1e-6)) if settings.clip else 1.0
+    if math.isfinite(norm):
+        torch._foreach_mul_(gradients, correction * shrink)
+    before = scaler.get_scale()
+    scaler.step(optimizer)  # fp16: not taken when unscale_ found an overflow
+    scaler.update()
+    result.skipped = scaler.get_scale() < before
+    optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def autocast(launch: Launch, settings: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Runs matrix products in bf16 or fp16 where asked for; weights and loss stay fp32."""
+    if settings.precision == "fp32":
+        return contextlib.nullcontext()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[settings.precision]
+    return torch.autocast(launch.device.type, dtype=dtype)
+
+
+def inputs_of(batch: dict, device: torch.device) -> dict:
+    """What the model takes of a batch, on its device."""
+    return {
+        name: value.to(device, non_blocking=True)
+        for name, value in batch.items()
+        if name != "record_ids"
+    }
+
+
+# ------------------------------------------------------------------------------------------
+# Validation and sampling
+# ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: DataLoader, launch: Launch, settings: argparse.Namespace
+) -> float:
+    """Mean loss over the validation set in nats per token; each sample counts once.
+
+    `model` is the bare module: the DDP wrapper would meet the other ranks in its forward pass,
+    and ranks may have different numbers of batches here. Sums come before the mean, so the value
+    depends neither on the number of ranks nor on the batch size.
+    """
+    totals = torch.zeros(2, device=launch.device)  # summed loss, valid tokens
+    totals = totals.to(exact(totals))
+    model.eval()
+    for batch in loader:
+        tokens = valid_targets(batch["labels"])
+        with autocast(launch, settings):
+            totals[0] += model(**inputs_of(batch, launch.device)) * tokens
+        totals[1] += tokens
+    model.train()
+    if launch.world_size > 1:
+        dist.all_reduce(totals)  # ranks meet
+    return float(totals[0] / totals[1])
+
+
+@torch.no_grad()
+def generate(
+    model: TinyCausalTransformer, prompt: str, length: int, seed: int, temperature: float = 0.8
+) -> str:
+    """A continuation of the prompt by up to `length` bytes, sampled; it ends at EOS.
+
+    Random numbers come from a generator of its own, so that sampling never changes the training.
+    """
+    device = model.lm_head.weight.device
+    random = torch.Generator().manual_seed(seed)
+    tokens = list(prompt.encode("utf-8"))
+    begin, was_training = len(tokens), model.training
+    model.eval()
+    for _ in range(length):
+        window = torch.tensor([tokens[-model.config["seq_len"] :]], device=device)
+        logits = model.logits(window)[0, -1].float().cpu() / temperature
+        logits[PAD] = -math.inf
+        token = int(torch.multinomial(logits.softmax(-1), 1, generator=random))
+        if token == EOS:
+            break
+        tokens.append(token)
+    model.train(was_training)
+    return bytes(tokens[begin:]).decode("utf-8", errors="replace")
+
+
+# ------------------------------------------------------------------------------------------
+# Saving
+# ------------------------------------------------------------------------------------------
+
+ARTIFACTS = ("run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "tensorboard")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file completely or not at all: beside it, flushed to the disk, renamed.
+
+    Raises `WriteError`; whatever stood at `path` before is then still there.
+    """
+    beside = path.with_name(path.name + ".partial")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise WriteError(f"cannot write {path}: {error.strerror}") from None
+
+
+def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
+    """Claims the output folder on rank 0 and tells the others. Ranks meet.
+
+    Creating `run.json` is the claim: of two runs that want one folder, one is refused. Raises
+    `UserError` for a folder that holds a run (without --overwrite) or cannot be written.
+    """
+    name = f"{settings.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder, attempt = settings.output_dir or Path("runs") / name, 1
+    with together(launch):
+        while launch.rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                if settings.overwrite:
+                    for old in (folder / artifact for artifact in ARTIFACTS):
+                        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+                open(folder / "run.json", "x", encoding="utf-8").close()
+                break
+            except FileExistsError:
+                if settings.output_dir:
+                    raise UserError(
+                        f"--output-dir {folder} already holds a run or is no folder; "
+                        "choose another, or give --overwrite"
+                    ) from None
+                attempt += 1  # two runs began in the same second
+                folder = Path("runs") / f"{name}-{attempt}"
+            except OSError as error:
+                raise UserError(f"--output-dir {folder}: {error.strerror}") from None
+    shared = [folder]
+    if launch.world_size > 1:
+        dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
+    """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
+    content = io.BytesIO()
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    torch.save({"config": model.config, "model": state}, content)
+    write_file(folder / "tiny_transformer.pt", content.getvalue())
+
+
+def load_tiny(folder: Path) -> TinyCausalTransformer:
+    """Reads `tiny_transformer.pt` of a run. Raises `UserError` if it is missing or damaged."""
+    path = folder / "tiny_transformer.pt"
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = TinyCausalTransformer(**saved["config"])
+        model.load_state_dict(saved["model"])
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: {folder} is not a finished tiny run") from None
+    except Exception as error:  # torch raises many kinds for a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is damaged or not of this program: {reason}") from None
+    return model
+
+
+# ------------------------------------------------------------------------------------------
+# Log, metrics, picture
+# ------------------------------------------------------------------------------------------
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process had at once: of the GPU on CUDA, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def estimated_bytes(parameters: int, settings: argparse.Namespace) -> int:
+    """Memory of the tiny model's training per rank, in bytes, on top of PyTorch itself.
+
+    Weights, gradients and AdamW's two means: 16 bytes a parameter in fp32. Kept for the backward
+    pass, in fp32 values a token: 17 · d_model a layer (two norms, q, k, v, attention, its
+    projection, the feed-forward twice 4 · d_model, residuals; counted in PyTorch's layer), and
+    three times the 258 logits.
+    """
+    s = settings
+    per_token = s.layers * 17 * s.d_model + 4 * s.d_model + 3 * VOCAB
+    return 16 * parameters + 4 * s.batch_size * s.seq_len * per_token
+
+
+def print_header(
+    launch: Launch, settings: argparse.Namespace, data: Data, parameters: int, updates: int
+) -> None:
+    """What will be trained on what, with every automatic choice and its reason."""
+    s, ranks = settings, launch.world_size
+    sequences = s.batch_size * s.grad_accum * ranks
+    an_epoch = math.ceil(len(data.train) / sequences)
+    launch.say(f"torch {torch.__version__}, Python {platform.python_version()}, {sys.platform}")
+    for what, chosen, reason in launch.choices:
+        launch.say(f"{what:10} {chosen} ({reason})")
+    launch.say(f"{'corpus':10} {s.corpus_file or s.builtin}: {data.summary}")
+    launch.say(
+        f"{'split':10} {len(data.train):,} to train on, {len(data.validation):,} to validate"
+    )
+    launch.say(
+        f"{'batch':10} per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
+        f"{sequences} sequences = {sequences * s.seq_len} tokens an update"
+    )
+    launch.say(f"{'steps':10} {updates} updates, {an_epoch} an epoch")
+    launch.say(f"{'model':10} {s.model}, {parameters:,} parameters trained, seed {s.seed}")
+    sent = f"{4 * parameters / 1e6:.2f} MB all-reduced an update" if ranks > 1 else "nothing sent"
+    estimate = estimated_bytes(parameters, s) / 1e6
+    launch.say(f"{'memory':10} about {estimate:.0f} MB a rank beside PyTorch's own; {sent}")
+
+
+class RunLog:
+    """Log lines, `metrics.jsonl`, TensorBoard and the picture; silent on ranks other than 0.
+
+    The clock for tokens per second stands still during validation, sampling and saving: `mark` is
+    when the training time that was not yet counted began.
+    """
+
+    def __init__(
+        self, launch: Launch, settings: argparse.Namespace, folder: Path, updates: int
+    ) -> None:
+        self.launch, self.settings, self.folder, self.updates = launch, settings, folder, updates
+        self.active = launch.rank == 0
+        self.tokens = self.tokens_logged = self.skipped = 0
+        self.began = self.mark = time.perf_counter()
+        self.seconds = self.seconds_logged = 0.0
+        self.rows: list[dict] = []
+        self.best: tuple[float, int] | None = None  # validation loss and its update
+        self.board, self.bar = None, None
+        if self.active:
+            self.file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
+            if settings.tensorboard:
+                self.board = summary_writer()(str(folder / "tensorboard"))
+            if sys.stderr.isatty():
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=updates, unit="update", leave=False)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():
+                say(text)
+
+    def restart_clock(self) -> None:
+        self.mark = time.perf_counter()
+
+    def update(self, step: int, epoch: int, rate: float, result: StepResult) -> None:
+        """Takes note of one update; prints and writes every --log-every, the first and the last."""
+        now = time.perf_counter()
+        self.seconds, self.mark = self.seconds + now - self.mark, now
+        self.tokens += result.tokens
+        self.skipped += result.skipped
+        if self.bar:
+            self.bar.update()
+        if step % self.settings.log_every and step not in (1, self.updates):
+            return
+        speed = (self.tokens - self.tokens_logged) / (self.seconds - self.seconds_logged)
+        self.tokens_logged, self.seconds_logged = self.tokens, self.seconds
+        self._row({
+            "step": step, "epoch": epoch, "loss": result.loss, "lr": rate,
+            "grad_norm": result.grad_norm, "tokens": self.tokens, "tokens_per_second": speed,
+            "seconds": now - self.began, "peak_memory_bytes": peak_memory_bytes(self.launch.device),
+        })  # fmt: skip
+        overflow = f"  fp16 overflows {self.skipped}" if self.skipped else ""
+        self.say(
+            f"step {step:>6}/{self.updates}  epoch {epoch}  loss {result.loss:.4f}  lr {rate:.2e}  "
+            f"grad norm {result.grad_norm:.3f}  {speed:,.0f} tokens/s{overflow}"
+        )
+
+    def validation(self, step: int, loss: float) -> None:
+        self._row({"step": step, "val_loss": loss})
+        better = self.best is None or loss < self.best[0]
+        if better:
+            self.best = (loss, step)
+        self.say(f"step {step:>6}/{self.updates}  validation loss {loss:.4f}{' (best)' * better}")
+
+    def _row(self, row: dict) -> None:
+        self.rows.append(row)
+        if not self.active:
+            return
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise WriteError(f"cannot write {self.file.name}: {error.strerror}") from None
+        if self.board:
+            for name in row.keys() - {"step", "epoch"}:
+                self.board.add_scalar(name, row[name], row["step"])
+
+    def close(self) -> None:
+        """Closes the files and draws the picture."""
+        if self.active:
+            self.file.close()
+            if self.bar:
+                self.bar.close()
+            if self.board:
+                self.board.close()
+            draw_loss_curve(self.rows, self.folder / "loss_curve.png")
+
+
+def summary_writer() -> type:
+    """TensorBoard's writer. Raises `UserError` where the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "--tensorboard needs the package tensorboard: pip install tensorboard"
+        ) from None
+    return SummaryWriter
+
+
+def draw_loss_curve(rows: list[dict], path: Path) -> None:
+    """Training and validation loss over updates as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = FigureCanvasAgg(figure).figure.add_subplot()
+    for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(
+                *zip(*points), style, label=f"{label}, last {points[-1][1]:.3f}", lw=1.5, ms=4
+            )
+    axes.set(xlabel="update", ylabel="loss (nats per token)", title="Loss of the global batch")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_file(path, content.getvalue())
+
+
+def write_run_file(
+    launch: Launch, settings: argparse.Namespace, folder: Path, model: nn.Module, updates: int
+) -> None:
+    """Writes `run.json`: settings as resolved, versions, parameters, choices and reasons."""
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    content = {
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(settings).items()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "numpy": np.__version__, "platform": platform.platform()},
+        "world_size": launch.world_size,
+        "updates": updates,
+        "parameters": {"total": sum(n for n, _ in counts),
+                       "trained": sum(n for n, trained in counts if trained)},
+        "choices": [dict(zip(("what", "chosen", "reason"), c)) for c in launch.choices],
+    }  # fmt: skip
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_file(folder / "run.json", text.encode("utf-8"))
+
+
+# ------------------------------------------------------------------------------------------
+# The story
+# ------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, bare: nn.Module, data: Data, log: RunLog, collate: Callable) -> None:
+    """The loop: epochs, updates, validation and samples, until `log.updates` are done.
+
+    `model` is `bare` in its DDP wrapper, or `bare` itself in a single process.
+    """
+    launch, s = log.launch, log.settings
+    rank, ranks = launch.rank, launch.world_size
+    if ranks > 1:
+        sampler: EpochSampler = ShardSampler(len(data.train), s.seed, ranks, rank)
+    else:
+        sampler = EpochSampler(len(data.train), s.seed)
+    # A loader draws from its own generator: the default one belongs to dropout.
+    options = {
+        "batch_size": s.batch_size, "collate_fn": collate, "num_workers": s.num_workers,
+        "persistent_workers": s.num_workers > 0, "generator": torch.Generator(),
+        "pin_memory": launch.device.type == "cuda",
+    }  # fmt: skip
+    loader = DataLoader(data.train, sampler=sampler, **options)
+    # Validation is shared out without repeats: ranks may get different numbers of samples.
+    val_loader = DataLoader(
+        data.validation, sampler=range(rank, len(data.validation), ranks), **options
+    )
+    optimizer = build_optimizer(bare, s)
+    scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
+
+    step, epoch = 0, 0
+    while step < log.updates:
+        epoch += 1
+        sampler.set_epoch(epoch)
+        for micro_batches in updates_of_epoch(loader, sampler, s):
+            rate = learning_rate(step, s, log.updates)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            step += 1
+            try:
+                result = training_step(model, optimizer, scaler, micro_batches, launch, s)
+            except Diverged as error:
+                raise Diverged(
+                    f"update {step}: {error}; lower --lr, or raise --warmup-steps"
+                ) from None
+            last = step == log.updates
+            log.update(step, epoch, rate, result)
+            if len(data.validation) and (last or (s.eval_every and step % s.eval_every == 0)):
+                log.validation(step, evaluate(bare, val_loader, launch, s))
+                log.restart_clock()
+            if log.active and (last or (s.sample_every and step % s.sample_every == 0)):
+                log.say(f"sample     {generate(bare, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed)!r}")
+                log.restart_clock()
+            if last:
+                break
+
+
+def continue_prompt(settings: argparse.Namespace) -> None:
+    """--generate: prints the prompt and its continuation by a finished run."""
+    model = load_tiny(Path(settings.resume))
+    say(settings.generate + generate(model, settings.generate, SAMPLE_LENGTH, settings.seed))
+
+
+def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
+    """The digest of the trained weights, after a look at all ranks'. Ranks meet."""
+    digests = [parameter_digest(bare)]
+    if launch.world_size > 1:
+        digests = digests * launch.world_size
+        dist.all_gather_object(digests, digests[0])
+    if len(set(digests)) > 1:
+        raise RunError(f"ranks ended with different weights: {digests}")
+    return digests[0]
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """One run, from the launcher's environment to saved weights and teardown."""
+    with one_clear_ending():
+        launch = read_launcher()
+        settings = parse_settings(argv)
+        if settings.generate is not None:
+            return continue_prompt(settings)
+        if settings.tensorboard:
+            summary_writer()
+        choose_device(launch, settings)
+        set_up(launch)
+
+        with together(launch):
+            data = build_data(settings)
+        sequences = settings.batch_size * settings.grad_accum * launch.world_size
+        limits = [settings.max_steps or math.inf]
+        if settings.epochs:
+            limits.append(settings.epochs * math.ceil(len(data.train) / sequences))
+        updates = int(min(limits))
+
+        torch.manual_seed(settings.seed)  # the same initial weights on every rank
+        torch.backends.mha.set_fastpath_enabled(False)  # one forward for training and validation
+        bare = TinyCausalTransformer(
+            settings.d_model, settings.layers, settings.heads, settings.dropout, settings.seq_len
+        ).to(launch.device)
+        torch.manual_seed(settings.seed + 1 + launch.rank)  # other dropout masks on every rank
+        trained = sum(p.numel() for p in bare.parameters() if p.requires_grad)
+        print_header(launch, settings, data, trained, updates)
+        if settings.dry_run:
+            launch.say("dry run: settings and data are good; nothing was trained or written")
+            return None
+        folder = open_run_folder(launch, settings)
+        if launch.rank == 0:
+            write_run_file(launch, settings, folder, bare, updates)
+
+        if settings.compile:
+            bare.compile()
+        model: nn.Module = bare
+        if launch.world_size > 1:
+            # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
+            model = DistributedDataParallel(
+                bare,
+                device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
+            )
+        log = RunLog(launch, settings, folder, updates)
+        collate = functools.partial(tiny_collator, seq_len=settings.seq_len)
+        train(model, bare, data, log, collate)
+
+        digest = same_digest_everywhere(bare, launch)
+        log.close()
+        if launch.rank == 0:
+            save_tiny(bare, folder)
+            print_ending(log, digest)
+        if launch.world_size > 1:
+            dist.barrier()  # ranks meet: nobody leaves before rank 0 has saved
+
+
+def print_ending(log: RunLog, digest: str) -> None:
+    """The last lines of a run, on rank 0."""
+    peak = peak_memory_bytes(log.launch.device) / 1e6
+    speed = log.tokens / log.seconds
+    say(f"done       {log.updates} updates, {log.tokens:,} tokens, {speed:,.0f} tokens/s")
+    if log.best:
+        final = [row["val_loss"] for row in log.rows if "val_loss" in row][-1]
+        say(f"validation final {final:.4f}, best {log.best[0]:.4f} at update {log.best[1]}")
+    say(f"memory     peak {peak:.0f} MB on rank 0")
+    ranks = log.launch.world_size
+    say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
+    say(f"written to {log.folder}: tiny_transformer.pt run.json metrics.jsonl loss_curve.png")
+
+
+if __name__ == "__main__":
+    main()
