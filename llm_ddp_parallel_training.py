@@ -28,16 +28,22 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import io
+import itertools
 import json
 import math
 import mmap
 import os
 import platform
 import shutil
+import signal
+import socket
 import sys
+import threading
 import time
+import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +58,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 PAD, EOS, VOCAB = 256, 257, 258  # after the 256 byte values
 IGNORE = -100  # a label that the loss leaves out
-COLLECTIVE_TIMEOUT_S = 600  # a rank that waits longer than this for the others gives up
+TIMEOUT_S = float(os.environ.get("DDP_TIMEOUT_S", "600"))  # then a rank counts as hung
 SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # bytes
 PEER_LOSS_GRACE_S = 5  # how long a rank that lost a peer leaves the floor to the one that failed
 
@@ -119,6 +125,17 @@ class WriteError(RunError):
     by_all_ranks = False
 
 
+class Stopped(RunError):
+    """A signal asked the run to end; the state is saved."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.status = 128 + number  # the shell's convention: SIGTERM 143, SIGINT 130
+
+    def __reduce__(self) -> tuple:
+        return Stopped, (str(self), self.status - 128)
+
+
 class Diverged(RunError):
     """The loss or the gradient stopped being a finite number."""
 
@@ -157,28 +174,79 @@ def number(kind: type, minimum: float, maximum: float = math.inf, above: bool = 
     return convert
 
 
+# What holds when a flag is not given; None stands for "depends on others", see check_settings.
+DEFAULTS: dict[str, Any] = {
+    "model": "tiny", "device": "auto", "cpu": False, "seed": 0, "threads": None,
+    "output_dir": None, "overwrite": False, "resume": None, "dry_run": False, "generate": None,
+    "corpus_file": None, "builtin": None, "corpus_format": None, "val_fraction": 0.1,
+    "pack": False, "overlong": None, "num_workers": 0,
+    "d_model": 64, "layers": 1, "heads": 4, "dropout": 0.0, "seq_len": 64,
+    "batch_size": 8, "grad_accum": 1, "epochs": None, "max_steps": None, "lr": None,
+    "weight_decay": 0.01, "schedule": "constant", "warmup_steps": 0, "clip": 1.0,
+    "precision": "auto", "compile": False,
+    "save_every": 0, "keep": 3, "mirror": None,
+    "log_every": 10, "eval_every": 0, "sample_every": 0, "tensorboard": False,
+}  # fmt: skip
+
+# With --resume, these may differ from the interrupted run; any other difference is refused.
+MAY_CHANGE = {
+    "device", "cpu", "threads", "output_dir", "overwrite", "resume", "dry_run", "generate",
+    "corpus_file", "num_workers", "batch_size", "grad_accum", "epochs", "max_steps",
+    "save_every", "keep", "mirror", "log_every", "eval_every", "sample_every", "tensorboard",
+}  # fmt: skip
+
+
 def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line. Raises `UserError` for unknown or contradictory flags."""
+    """Reads the command line. Raises `UserError` for unknown or contradictory flags.
+
+    With --resume, flags that are not given keep the values of the interrupted run.
+    """
+    given = vars(flag_parser().parse_args(argv))
+    restarted = after_restart(given)
+    given.update(restarted)
+    saved = saved_settings(given["resume"]) if given.get("resume") else {}
+    for name in sorted(given.keys() & saved.keys() - MAY_CHANGE):
+        if given[name] != saved[name]:
+            raise UserError(
+                f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
+                f"{saved[name]}, which --resume continues; leave the flag out, or start a new run"
+            )
+    if {"corpus_file", "builtin"} & given.keys():
+        saved.update(corpus_file=None, builtin=None)
+    if given.get("cpu"):
+        saved.pop("device", None)
+    settings = argparse.Namespace(**{**DEFAULTS, **saved, **given})
+    settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
+    check_settings(settings)
+    return settings
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """The command line; flags that are not given leave no trace in the result."""
     parser = OneLineParser(
-        prog="llm_ddp_parallel_training.py", allow_abbrev=False,
+        prog="llm_ddp_parallel_training.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Train a language model on one or several processes with PyTorch DDP.",
-        epilog="exit status: 0 done, 2 wrong input or settings, 3 diverged, 1 anything else",
+        epilog="exit status: 0 done, 2 wrong input or settings, 3 diverged, 143 stopped by SIGTERM "
+        "and 130 by Ctrl-C after saving, 1 anything else. Environment: DDP_TIMEOUT_S, seconds "
+        "after which a rank that the others wait for counts as hung (default: 600)",
     )  # fmt: skip
     # fmt: off
     add = parser.add_argument_group("run").add_argument
-    add("--model", choices=("tiny", "qwen"), default="tiny",
+    add("--model", choices=("tiny", "qwen"),
         help="tiny: byte-level Transformer, no download; qwen: Qwen2.5 with LoRA (default: tiny)")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+    add("--device", choices=("auto", "cpu", "cuda", "mps"),
         help="auto: CUDA, else a Mac's GPU (one process only), else the CPU (default: auto)")
     add("--cpu", action="store_true", help="the same as --device cpu")
-    add("--seed", type=number(int, 0, 2**31 - 1), default=0,
+    add("--seed", type=number(int, 0, 2**31 - 1),
         help="fixes initial weights, split, order and dropout (default: 0)")
     add("--threads", type=number(int, 1, 4096),
         help="CPU threads per rank (default: cores / ranks on this machine)")
     add("--output-dir", type=Path,
-        help="where the run writes (default: runs/<model>-<date>-<time>)")
+        help="where the run writes (default: runs/<model>-<date>-<time>, or the resumed run)")
     add("--overwrite", action="store_true", help="replace the run that --output-dir holds")
-    add("--resume", metavar="DIR", help="the finished run that --generate reads")
+    add("--resume", metavar="DIR_OR_URL",
+        help="continue a run from its newest complete checkpoint, or from the named one; flags "
+        "that are not given keep their values")
     add("--dry-run", action="store_true",
         help="check settings and data, print what would happen; train and write nothing")
     add("--generate", metavar="PROMPT", help="continue PROMPT with the model of the --resume run")
@@ -191,64 +259,69 @@ def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--corpus-format", choices=("lines", "document", "jsonl"),
         help='lines: a sample a line; document: one running text; jsonl: {"text": ...} a line '
         "(default: document for python-docs, jsonl for *.jsonl, else lines)")
-    add("--val-fraction", type=number(float, 0, 0.9), default=0.1,
+    add("--val-fraction", type=number(float, 0, 0.9),
         help="share of the samples held out for validation; 0: none (default: 0.1)")
     add("--pack", action="store_true",
         help="join samples with EOS and cut full windows: no padding, more tokens a second")
     add("--overlong", choices=("truncate", "split", "drop"),
         help="samples longer than --seq-len: cut off, cut in pieces, or leave out "
         "(default: truncate; --pack and documents always split)")
-    add("--num-workers", type=number(int, 0, 256), default=0,
+    add("--num-workers", type=number(int, 0, 256),
         help="processes per rank that prepare batches; raise it only if the data is slower than "
         "the step (default: 0: the rank does it)")
 
     add = parser.add_argument_group("tiny").add_argument
-    add("--d-model", type=number(int, 1), default=64, help="width of the model (default: 64)")
-    add("--layers", type=number(int, 1), default=1, help="Transformer layers (default: 1)")
-    add("--heads", type=number(int, 1), default=4,
-        help="attention heads, a divisor of --d-model (default: 4)")
-    add("--dropout", type=number(float, 0, 0.99), default=0.0,
+    add("--d-model", type=number(int, 1), help="width of the model (default: 64)")
+    add("--layers", type=number(int, 1), help="Transformer layers (default: 1)")
+    add("--heads", type=number(int, 1), help="attention heads, a divisor of --d-model (default: 4)")
+    add("--dropout", type=number(float, 0, 0.99),
         help="probability; raise it when the validation loss rises again (default: 0)")
-    add("--seq-len", type=number(int, 2), default=64,
+    add("--seq-len", type=number(int, 2),
         help="tokens (bytes) in a window; lower it, after --batch-size, when memory runs out "
         "(default: 64)")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--batch-size", type=number(int, 1), default=8,
+    add("--batch-size", type=number(int, 1),
         help="sequences per rank and micro-batch; lower this first when memory runs out, and "
         "raise --grad-accum by the same factor (default: 8)")
-    add("--grad-accum", type=number(int, 1), default=1,
-        help="micro-batches per update (default: 1)")
+    add("--grad-accum", type=number(int, 1), help="micro-batches per update (default: 1)")
     add("--epochs", type=number(int, 1), help="passes over the corpus (default: by --max-steps)")
     add("--max-steps", type=number(int, 1),
         help="updates, over as many epochs as it takes (default: 300 unless --epochs is given)")
     add("--lr", type=number(float, 0, above=True),
         help="peak learning rate; divide it by 3 when the loss jumps (default: 3e-4 tiny)")
-    add("--weight-decay", type=number(float, 0), default=0.01,
+    add("--weight-decay", type=number(float, 0),
         help="AdamW's decay, on matrices only (default: 0.01)")
-    add("--schedule", choices=("constant", "linear", "cosine"), default="constant",
+    add("--schedule", choices=("constant", "linear", "cosine"),
         help="of the rate after the warmup: level, or falling to 0 (default: constant)")
-    add("--warmup-steps", type=number(int, 0), default=0,
+    add("--warmup-steps", type=number(int, 0),
         help="updates over which the rate rises from 0 (default: 0)")
-    add("--clip", type=number(float, 0), default=1.0,
+    add("--clip", type=number(float, 0),
         help="largest norm of the global gradient; 0: no clipping (default: 1)")
-    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+    add("--precision", choices=("auto", "fp32", "bf16", "fp16"),
         help="of the matrix products; weights stay fp32 (default: auto: on CUDA bf16 or fp16, "
         "whichever the card has, else fp32)")
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--save-every", type=number(int, 0),
+        help="updates between two checkpoints, written beside the training, and one at every best "
+        "validation; 0: only when stopped by a signal (default: 0)")
+    add("--keep", type=number(int, 1),
+        help="newest checkpoints kept, besides the best; lower it when the disk fills "
+        "(default: 3)")
+    add("--mirror", metavar="URL",
+        help="copy checkpoints and results there, through fsspec: s3://bucket/run, file:///nfs/run")
+
     add = parser.add_argument_group("watching").add_argument
-    add("--log-every", type=number(int, 1), default=10,
-        help="updates between two log lines (default: 10)")
-    add("--eval-every", type=number(int, 0), default=0,
+    add("--log-every", type=number(int, 1), help="updates between two log lines (default: 10)")
+    add("--eval-every", type=number(int, 0),
         help="updates between two validations; 0: only at the end (default: 0)")
-    add("--sample-every", type=number(int, 0), default=0,
+    add("--sample-every", type=number(int, 0),
         help="updates between two generated samples; 0: only at the end (default: 0)")
     add("--tensorboard", action="store_true", help="also write event files for TensorBoard")
     # fmt: on
-    settings = parser.parse_args(argv)
-    check_settings(settings)
-    return settings
+    return parser
 
 
 def check_settings(settings: argparse.Namespace) -> None:
@@ -262,8 +335,8 @@ def check_settings(settings: argparse.Namespace) -> None:
         raise UserError("--corpus-file contradicts --builtin; give one of them")
     if s.d_model % s.heads:
         raise UserError(f"--heads {s.heads} does not divide --d-model {s.d_model}")
-    if s.resume and s.generate is None:
-        raise UserError("--resume is only built for --generate PROMPT so far")
+    if s.mirror and "://" not in s.mirror:
+        raise UserError(f"--mirror {s.mirror} is not a URL; a folder is written file:///path")
     if s.generate is not None and not s.resume:
         raise UserError("--generate PROMPT needs --resume RUN, the folder of a finished run")
     if s.generate == "":
@@ -296,6 +369,19 @@ def check_settings(settings: argparse.Namespace) -> None:
 
 
 @dataclasses.dataclass
+class Where:
+    """What a rank is doing right now, for messages about errors and hangs."""
+
+    step: int = 0
+    phase: str = "set-up"
+    meets: bool = False  # whether other ranks are waited for in this phase
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    def enter(self, phase: str, meets: bool = False) -> None:
+        self.phase, self.meets, self.since = phase, meets, time.monotonic()
+
+
+@dataclasses.dataclass
 class Launch:
     """Who this process is, and what it runs on.
 
@@ -309,6 +395,8 @@ class Launch:
     local_world_size: int = 1
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    where: Where = dataclasses.field(default_factory=Where)
+    lock: Any = None  # the run folder's lock file, held open until the process ends
 
     def choose(self, what: str, chosen: Any, reason: str) -> None:
         self.choices.append((what, str(chosen), reason))
@@ -325,7 +413,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def read_launcher() -> Launch:
+def read_launcher(where: Where | None = None) -> Launch:
     """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them.
 
     None of them set: one process on its own. Raises `UserError` for values that make no sense.
@@ -352,7 +440,7 @@ def read_launcher() -> Launch:
                     f"WORLD_SIZE={world_size} but {name} is not set; "
                     "launch with python -m torch.distributed.run"
                 )
-    return Launch(rank, local_rank, world_size, local_world_size)
+    return Launch(rank, local_rank, world_size, local_world_size, where=where or Where())
 
 
 def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
@@ -426,13 +514,13 @@ def set_up(launch: Launch) -> None:
     launch.choose("backend", backend, why)
     dist.init_process_group(
         backend,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=TIMEOUT_S + 60),  # the watchdog speaks first
         device_id=launch.device if backend == "nccl" else None,
     )
 
 
 @contextlib.contextmanager
-def one_clear_ending() -> Iterator[None]:
+def one_clear_ending(where: Where) -> Iterator[None]:
     """Turns every way out of the run into one readable cause and the right exit status.
 
     A `RunError` is printed by rank 0 as one line. Any other exception keeps its traceback. A rank
@@ -440,33 +528,43 @@ def one_clear_ending() -> Iterator[None]:
     sees the rank that really failed first and names it as the root cause.
     """
     rank = os.environ.get("RANK", "0")  # as it stands: it may be what is wrong
+    leader = not rank.isdecimal() or int(rank) == 0
     try:
         yield
     except RunError as error:
-        if error.by_all_ranks and rank.isdecimal() and int(rank) > 0:
-            pass  # rank 0 says it
-        else:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if leader or not error.by_all_ranks:
+            kind = "stopped" if isinstance(error, Stopped) else "error"
+            print(f"{kind}: {error}", file=sys.stderr, flush=True)
         write_launcher_error(str(error))
+        if leader and error.by_all_ranks:
+            prevent_restart()
         sys.exit(error.status)
     except KeyboardInterrupt:
-        if rank == "0":
-            print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(130)
+        if leader:
+            print("interrupted before the first update", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        place = f"rank {rank}, update {where.step}, {where.phase}"
         if not peer_is_gone(error):
-            print(f"rank {rank} failed:", file=sys.stderr, flush=True)
+            print(f"{place}: failed", file=sys.stderr, flush=True)
             raise
         time.sleep(PEER_LOSS_GRACE_S)
         print(
-            f"rank {rank} stops: it lost contact with another rank, whose own message or the "
-            "launcher's summary names the cause",
+            f"{place}: lost contact with another rank, whose own message or the launcher's summary "
+            "names the cause",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         sys.exit(1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def prevent_restart() -> None:
+    """Tells torchrun to end the job: with --max-restarts it would repeat the same mistake."""
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if limit.isdecimal() and int(limit) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def peer_is_gone(error: Exception) -> bool:
@@ -506,6 +604,125 @@ def together(launch: Launch) -> Iterator[None]:
             raise error
 
 
+class StopRequest:
+    """SIGTERM and SIGINT as a wish, which the ranks fulfil together after the current update.
+
+    Python runs its signal handlers between two lines of Python, so a rank that waits inside a
+    collective would not notice. The wake-up descriptor is written at once, and a thread reads it:
+    the first signal sets `number`, a second one a second later ends the process on the spot.
+    (Ctrl-C under torchrun arrives twice at once: from the terminal and from the launcher.)
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> StopRequest:
+        self.listener, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        self.old_wakeup = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        self.old_handlers = {n: signal.signal(n, lambda *_: None) for n in wanted}
+        threading.Thread(target=self._listen, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.old_wakeup)
+        self.sender.close()
+
+    def _listen(self) -> None:
+        first = math.inf
+        while received := self.listener.recv(1):
+            if received[0] not in self.old_handlers:
+                continue
+            if time.monotonic() - first > 1:
+                os._exit(128 + received[0])
+            if not self.number:
+                self.number, first = received[0], time.monotonic()
+
+
+def ignore_signals(_: int = 0) -> None:
+    """For loader workers: a signal to the whole process group is for the rank to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Watchdog:
+    """Finds the rank that the others wait for, and ends the job with everybody's stack.
+
+    A thread of each rank notes once a second, in the launcher's key-value store, what the rank
+    does. When a rank stays in one phase for `TIMEOUT_S`, all ranks print their stacks, compare
+    notes for three more seconds, and the first rank that still answers names the missing one.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch, self.main, self.over = launch, threading.get_ident(), threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self.launch.world_size > 1:
+            self.launch.where.enter("begin")
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        if self.thread.ident:
+            self.thread.join()
+
+    def _watch(self) -> None:
+        rank, where, notes = self.launch.rank, self.launch.where, []
+        try:
+            # A connection of its own: the one of the process group may be waiting.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False)
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"watchdog/{restart}", store)
+            for beat in itertools.count():
+                note = [beat, where.step, where.phase, where.meets]
+                store.set(str(rank), json.dumps(note))
+                if time.monotonic() - where.since > TIMEOUT_S:
+                    store.set("hang", "")
+                if store.check(["hang"]):
+                    notes.append(self._read(store))
+                    if len(notes) == 1:
+                        frame = sys._current_frames()[self.main]
+                        stack = "".join(traceback.format_stack(frame))
+                        print(f"stack of rank {rank}:\n{stack}", file=sys.stderr, flush=True)
+                    if len(notes) == 4:
+                        break
+                if self.over.wait(1):
+                    return
+        except (RuntimeError, dist.DistError):  # the store left with the launcher or rank 0
+            return
+        self._end(notes[0], notes[-1])
+
+    def _read(self, store: dist.Store) -> list[list]:
+        """The latest note of every rank: beat, step, phase, whether it waits for others."""
+        ranks = map(str, range(self.launch.world_size))
+        return [json.loads(store.get(r)) if store.check([r]) else [-1, 0, "?", 0] for r in ranks]
+
+    def _end(self, before: list[list], after: list[list]) -> None:
+        silent = [r for r in range(len(after)) if after[r][0] == before[r][0]]
+        steps = [step for _, step, _, _ in after]
+        behind = [
+            r for r, (_, step, _, waits) in enumerate(after) if step < max(steps) or not waits
+        ]
+        missing = silent or behind
+        places = [f"rank {r} at update {n[1]}, {n[2]}" for r, n in enumerate(after)]
+        for r in silent:
+            places[r] += " (does not answer)"
+        verdict = (
+            f"no progress for {TIMEOUT_S} s; missing: "
+            f"{', '.join(f'rank {r}' for r in missing) or 'none, all wait'} ({'; '.join(places)})"
+        )
+        if self.launch.rank == min(set(range(len(after))) - set(silent), default=self.launch.rank):
+            print(f"error: {verdict}", file=sys.stderr, flush=True)
+        write_launcher_error(verdict)
+        os._exit(1)
+
+
 # ------------------------------------------------------------------------------------------
 # Corpus and dataset
 # ------------------------------------------------------------------------------------------
@@ -528,9 +745,13 @@ class Corpus:
         self.buffer = map_file(source) if isinstance(source, Path) else source
         self.data = np.frombuffer(self.buffer, dtype=np.uint8)
         self.begin = len(BOM) if self.buffer[:3] == BOM else 0
+        self.checksum = 0  # CRC-32 of the text, known when `chunks` has gone through it once
 
     def __reduce__(self) -> tuple:
         return Corpus, (self.source,)
+
+    def identity(self) -> str:
+        return f"{len(self.data) - self.begin} bytes, crc32 {self.checksum:08x}"
 
     def chunks(self) -> Iterator[tuple[int, bytes]]:
         """Yields (offset, bytes) of pieces of about `CHUNK` bytes, all of them valid UTF-8.
@@ -538,7 +759,7 @@ class Corpus:
         A piece ends behind a line feed if it holds one, else between two characters. Raises
         `UserError` with line number and byte offset of the first byte that is not UTF-8.
         """
-        offset, line, size = self.begin, 1, len(self.data)
+        offset, line, size, self.checksum = self.begin, 1, len(self.data), 0
         while offset < size:
             end = min(offset + CHUNK, size)
             piece = self.buffer[offset:end]
@@ -561,6 +782,7 @@ class Corpus:
                         f"byte 0x{piece[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
                     ) from None
             yield offset, piece
+            self.checksum = zlib.crc32(piece, self.checksum)
             line += piece.count(b"\n")
             offset += len(piece)
 
@@ -823,11 +1045,12 @@ class TokenWindows(Dataset):
 
 @dataclasses.dataclass
 class Data:
-    """Training and validation samples, and what was done to get them, in words."""
+    """Training and validation samples, what was done to get them, and how to recognize them."""
 
     train: Dataset
     validation: Dataset
     summary: str
+    identity: str  # length and checksum of the text
 
 
 def build_data(settings: argparse.Namespace) -> Data:
@@ -845,7 +1068,7 @@ def build_data(settings: argparse.Namespace) -> Data:
         summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
         if not len(train):
             raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
-        return Data(train, validation, summary)
+        return Data(train, validation, summary, corpus.identity())
 
     texts = Lines(corpus, jsonl=s.corpus_format == "jsonl")
     if not len(texts):
@@ -882,7 +1105,7 @@ def build_data(settings: argparse.Namespace) -> Data:
     if overlong and not s.pack:
         summary += f"; {overlong:,} samples longer than {s.seq_len} tokens {done}"
         summary += "" if s.overlong == "split" else f" ({cut_off:,} tokens lost)"
-    return Data(train, validation, summary)
+    return Data(train, validation, summary, corpus.identity())
 
 
 def builtin_text(name: str) -> bytes:
@@ -1120,6 +1343,7 @@ class StepResult:
     tokens: int  # valid targets in the global batch
     grad_norm: float  # L2 norm of the gradient of that loss, before clipping
     skipped: bool = False  # the fp16 scaler found an overflow, and left the weights alone
+    stop: int = 0  # number of a signal that reached any rank before its gradient was sent
 
 
 def training_step(
@@ -1129,6 +1353,7 @@ def training_step(
     micro_batches: list[dict],
     launch: Launch,
     settings: argparse.Namespace,
+    stop: int = 0,
 ) -> StepResult:
     """One update from the micro-batches of this rank; `model` is DDP-wrapped or bare.
 
@@ -1147,8 +1372,8 @@ def training_step(
     """
     device = launch.device
     capacity = settings.batch_size * settings.grad_accum * (settings.seq_len - 1)  # c
-    totals = torch.zeros(2, device=device)  # summed loss, valid tokens
-    totals = totals.to(exact(totals))
+    totals = torch.tensor([0, 0, stop == signal.SIGTERM, stop == signal.SIGINT], device=device)
+    totals = totals.to(exact(totals))  # summed loss, valid tokens, wishes to stop
 
     for j, batch in enumerate(micro_batches):
         last = j == len(micro_batches) - 1
@@ -1157,21 +1382,26 @@ def training_step(
         accumulate = not last and launch.world_size > 1
         with model.no_sync() if accumulate else contextlib.nullcontext():
             tokens = valid_targets(batch["labels"])
+            launch.where.enter("forward")
             with autocast(launch, settings):
                 loss = model(**inputs_of(batch, device))
             # Ranks meet: in the last backward pass DDP all-reduces bucket after bucket.
+            launch.where.enter("backward", meets=last)
             scaler.scale(loss * (tokens / capacity)).backward()
         totals[0] += loss.detach() * tokens
         totals[1] += tokens
 
+    launch.where.enter("sum of losses", meets=True)
     if launch.world_size > 1:
-        dist.all_reduce(totals)  # ranks meet: the only other message of a step, 16 bytes
-    loss_sum, tokens = totals.tolist()
+        dist.all_reduce(totals)  # ranks meet: the only other message of a step, 32 bytes
+    loss_sum, tokens, terminated, interrupted = totals.tolist()
+    launch.where.enter("optimizer")
     scaler.unscale_(optimizer)  # before anything looks at the size of a gradient
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     correction = capacity * launch.world_size / max(tokens, 1)  # c·N / n
     norm = float(nn.utils.get_total_norm(gradients)) * correction
     result = StepResult(loss_sum / max(tokens, 1), int(tokens), norm)
+    result.stop = int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0)
 
     # Every rank sees the same averaged gradient and the same loss, so all come to one verdict.
     if not math.isfinite(result.loss):
@@ -1213,26 +1443,52 @@ def inputs_of(batch: dict, device: torch.device) -> dict:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: DataLoader, launch: Launch, settings: argparse.Namespace
-) -> float:
+    model: nn.Module,
+    loader: DataLoader,
+    launch: Launch,
+    settings: argparse.Namespace,
+    stop: StopRequest | None = None,
+) -> float | None:
     """Mean loss over the validation set in nats per token; each sample counts once.
 
-    `model` is the bare module: the DDP wrapper would meet the other ranks in its forward pass,
-    and ranks may have different numbers of batches here. Sums come before the mean, so the value
-    depends neither on the number of ranks nor on the batch size.
+    `model` is the bare module: the DDP wrapper would meet the other ranks in its forward pass.
+    Sums come before the mean, so the value depends neither on the number of ranks nor on the
+    batch size. Returns None when a signal reached any rank meanwhile.
     """
+    ranks, model_was_training = launch.world_size, model.training
+    rounds = math.ceil(math.ceil(len(loader.dataset) / ranks) / settings.batch_size)
     totals = torch.zeros(2, device=launch.device)  # summed loss, valid tokens
     totals = totals.to(exact(totals))
+    batches = iter(loader)
     model.eval()
-    for batch in loader:
-        tokens = valid_targets(batch["labels"])
-        with autocast(launch, settings):
-            totals[0] += model(**inputs_of(batch, launch.device)) * tokens
-        totals[1] += tokens
-    model.train()
-    if launch.world_size > 1:
-        dist.all_reduce(totals)  # ranks meet
-    return float(totals[0] / totals[1])
+    for _ in range(rounds):  # as many on every rank, so that all can agree to stop
+        launch.where.enter("validation", meets=True)
+        if stop:
+            stop.number = agreed(stop.number, launch)
+            if stop.number:
+                break
+        batch = next(batches, None)
+        if batch is not None:  # a rank's share may be one batch shorter
+            tokens = valid_targets(batch["labels"])
+            with autocast(launch, settings):
+                totals[0] += model(**inputs_of(batch, launch.device)) * tokens
+            totals[1] += tokens
+    else:
+        if ranks > 1:
+            dist.all_reduce(totals)  # ranks meet
+        model.train(model_was_training)
+        return float(totals[0] / totals[1])
+    model.train(model_was_training)
+    return None
+
+
+def agreed(number: int, launch: Launch) -> int:
+    """The largest of all ranks' numbers. Ranks meet."""
+    if launch.world_size == 1:
+        return number
+    largest = torch.tensor(float(number), device=launch.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 @torch.no_grad()
@@ -1261,46 +1517,344 @@ def generate(
 
 
 # ------------------------------------------------------------------------------------------
-# Saving
+# Checkpoints and files
 # ------------------------------------------------------------------------------------------
 
-ARTIFACTS = ("run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "tensorboard")
+ARTIFACTS = (
+    "run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "tensorboard",
+    "checkpoints",
+)  # fmt: skip
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, write: Callable[[Any], None]) -> None:
     """Writes a file completely or not at all: beside it, flushed to the disk, renamed.
 
-    Raises `WriteError`; whatever stood at `path` before is then still there.
+    `write` gets the open binary file. Raises `WriteError`; the old content of `path` then stays.
     """
     beside = path.with_name(path.name + ".partial")
     try:
         with open(beside, "wb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError as error:
+        flush_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             beside.unlink()
-        raise WriteError(f"cannot write {path}: {error.strerror}") from None
+        raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
+
+
+def write_json(path: Path, content: dict) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_file(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes renames inside a folder survive a power cut, where the system can do that."""
+    with contextlib.suppress(OSError):  # Windows opens no folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what went wrong."""
+    return (
+        getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    )
+
+
+class Checksum:
+    """A binary file that counts its bytes and their CRC-32 while it is written."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.bytes, self.crc32 = file, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.bytes, self.crc32 = self.bytes + len(data), zlib.crc32(data, self.crc32)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[Path, dict]]:
+    """(path, manifest) of the complete checkpoints in a run folder, newest first."""
+    found = []
+    for path in sorted((folder / "checkpoints").glob("step-*"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((path, json.loads((path / "manifest.json").read_text("utf-8"))))
+    return found
+
+
+def damage(path: Path, manifest: dict) -> str | None:
+    """What is wrong with a checkpoint, or None: sizes and checksums of its files are compared."""
+    for name, expected in manifest["files"].items():
+        crc32 = size = 0
+        try:
+            with open(path / name, "rb") as file:
+                while piece := file.read(CHUNK):
+                    crc32, size = zlib.crc32(piece, crc32), size + len(piece)
+        except OSError as error:
+            return f"{name}: {reason_of(error)}"
+        if [size, crc32] != expected:
+            return f"{name} has {size} bytes and crc32 {crc32}, not {expected[0]} and {expected[1]}"
+    return None
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training, on rank 0, one at a time.
+
+    A checkpoint is a folder `checkpoints/step-00000100` with `state.pt` and `manifest.json` (step,
+    validation loss, sizes and CRC-32s). It is written under a name that begins with a dot, flushed
+    and renamed, so that what is visible is complete. Only then the old ones go: `keep` newest stay,
+    and the one with the best validation loss.
+    """
+
+    def __init__(self, folder: Path, settings: argparse.Namespace) -> None:
+        self.folder, self.keep = folder, settings.keep
+        self.mirror = Mirror(settings.mirror) if settings.mirror else None
+        self.worker = ThreadPoolExecutor(1, initializer=step_aside)
+        self.pending: Future | None = None
+        for leftover in (folder / "checkpoints").glob(".*"):  # of a killed save
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, state: dict, manifest: dict) -> None:
+        """Hands over a copy of the state; waits only if the last one is still being written."""
+        self.wait()
+        self.pending = self.worker.submit(self._write, state, manifest)
+
+    def check(self) -> None:
+        """Raises the `WriteError` of a save that failed in the background."""
+        if self.pending and self.pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def _write(self, state: dict, manifest: dict) -> None:
+        final = self.folder / "checkpoints" / f"step-{manifest['step']:08d}"
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+            def write_state(file: Any) -> None:
+                counted = Checksum(file)
+                torch.save(state, counted)
+                manifest["files"] = {"state.pt": [counted.bytes, counted.crc32]}
+
+            write_file(partial / "state.pt", write_state)
+            write_json(partial / "manifest.json", manifest)
+            if final.exists():  # a damaged one, which the run went back behind
+                discard(final)
+            partial.rename(final)
+            flush_folder(final.parent)
+        except OSError as error:
+            raise WriteError(f"cannot write {final}: {reason_of(error)}") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        checkpoints = complete_checkpoints(self.folder)
+        for path in superseded(checkpoints, self.keep):
+            discard(path)
+        if self.mirror:
+            self.mirror.put_checkpoint(self.folder, final, self.keep)
+
+    def close(self, results: bool) -> None:
+        """Ends the background work; with `results`, the finished run's files are mirrored too."""
+        self.wait()
+        if results and self.mirror:
+            self.worker.submit(self.mirror.put_results, self.folder).result()
+        self.worker.shutdown()
+
+
+def step_aside() -> None:
+    """Gives the writer's thread the cores only when the training leaves them idle (Linux)."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def superseded(checkpoints: list[tuple[Path, dict]], keep: int) -> list[Path]:
+    """Of (path, manifest), newest first: all but the `keep` newest and the best."""
+    rated = [c for c in checkpoints if c[1]["val_loss"] is not None]
+    best = min(rated, key=lambda c: c[1]["val_loss"])[0] if rated else None
+    return [path for path, _ in checkpoints[keep:] if path != best]
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint: first its name, so that it is never visible in part."""
+    dying = path.with_name(f".{path.name}.old")
+    shutil.rmtree(dying, ignore_errors=True)
+    path.rename(dying)
+    shutil.rmtree(dying, ignore_errors=True)
+
+
+class Mirror:
+    """A copy of the run on any file system that fsspec knows.
+
+    Object stores cannot rename, so a checkpoint there is complete when its manifest has come, which
+    is sent last and deleted first. Raises `UserError` for a URL that cannot be used at all, and
+    `WriteError` when a file did not get through in four tries.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{url}: {reason_of(error)}") from None
+        self.url, self.root = url, self.root.rstrip("/")
+
+    def put_checkpoint(self, folder: Path, path: Path, keep: int) -> None:
+        for name in ("run.json", "metrics.jsonl"):
+            self._put(folder / name, name)
+        for file in ("state.pt", "manifest.json"):
+            self._put(path / file, f"checkpoints/{path.name}/{file}")
+        there = [(Path(name), manifest) for name, manifest in self.checkpoints()]
+        for old in superseded(there, keep):
+            for file in ("manifest.json", "state.pt"):
+                self._try(f"remove {old.name}", self.fs.rm, f"{self.root}/checkpoints/{old}/{file}")
+
+    def put_results(self, folder: Path) -> None:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and not name.startswith(("checkpoints/", ".")):
+                self._put(path, name)
+
+    def checkpoints(self) -> list[tuple[str, dict]]:
+        """(name, manifest) of the complete checkpoints there, newest first."""
+        self.fs.invalidate_cache()
+        found = []
+        for path in sorted(self.fs.glob(f"{self.root}/checkpoints/step-*/manifest.json"))[::-1]:
+            with contextlib.suppress(OSError, ValueError):
+                found.append((path.split("/")[-2], json.loads(self.fs.cat_file(path))))
+        return found
+
+    def fetch(self, name: str, folder: Path) -> None:
+        """Copies one file of the run from there."""
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        self._try(f"read {name}", self.fs.get_file, f"{self.root}/{name}", str(folder / name))
+
+    def _put(self, path: Path, name: str) -> None:
+        target = f"{self.root}/{name}"
+        self._try("make a folder", self.fs.makedirs, target.rsplit("/", 1)[0], exist_ok=True)
+        self._try(f"write {name}", self.fs.put_file, str(path), target)
+
+    def _try(self, what: str, function: Callable, *args: Any, **options: Any) -> None:
+        for pause in (1, 2, 4, None):
+            try:
+                return function(*args, **options)
+            except Exception as error:  # every file system has its own kinds
+                if pause is None:
+                    raise WriteError(f"{self.url}: cannot {what}: {reason_of(error)}") from None
+                time.sleep(pause)
+
+
+def run_and_checkpoint(source: str) -> tuple[str, str | None]:
+    """Splits what --resume names into the run and, if it names one, a checkpoint of it."""
+    parts = source.replace(os.sep, "/").rstrip("/").split("/")
+    if len(parts) > 2 and parts[-2] == "checkpoints":
+        return "/".join(parts[:-2]), parts[-1]
+    return source, None
+
+
+def saved_settings(source: str) -> dict:
+    """The settings of the run that --resume names, from its run.json."""
+    run, _ = run_and_checkpoint(source)
+    try:
+        if "://" in run:
+            mirror = Mirror(run)
+            content = json.loads(mirror.fs.cat_file(f"{mirror.root}/run.json"))
+        else:
+            content = json.loads((Path(run) / "run.json").read_text("utf-8"))
+        saved = {k: v for k, v in content["settings"].items() if k in DEFAULTS}
+    except UserError:
+        raise
+    except Exception as error:  # every file system has its own kinds
+        raise UserError(f"--resume {source}: no run with a run.json: {reason_of(error)}") from None
+    for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "threads"):
+        saved.pop(name, None)
+    for name in ("corpus_file",):
+        saved[name] = Path(saved[name]) if saved.get(name) else None
+    return saved
+
+
+def read_state(settings: argparse.Namespace, folder: Path) -> tuple[dict, str]:
+    """The newest undamaged state of the run to resume, or the named one; (state, notes).
+
+    From a URL, the checkpoint is first copied into `folder`, with the log that belongs to it.
+    Raises `UserError` if there is none.
+    """
+    run, named = run_and_checkpoint(settings.resume)
+    mirror = Mirror(run) if "://" in run else None
+    found = mirror.checkpoints() if mirror else complete_checkpoints(Path(run))
+    notes = []
+    for where, manifest in found:
+        path = folder / "checkpoints" / where if mirror else where
+        if named and path.name != named:
+            continue
+        if mirror:
+            for name in ("state.pt", "manifest.json"):
+                mirror.fetch(f"checkpoints/{where}/{name}", folder)
+            mirror.fetch("metrics.jsonl", folder)
+        problem = damage(path, manifest)
+        if problem is None:
+            # Plain tensors and plain types only: nothing in the file can run code.
+            state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+            return state, "; ".join([*notes, f"continuing from {path}"])
+        notes.append(f"{path} is damaged ({problem})")
+    what = f"checkpoint {named}" if named else "complete checkpoint"
+    raise UserError("; ".join([*notes, f"--resume {run}: no {what} there; see --save-every"]))
+
+
+def after_restart(given: dict) -> dict:
+    """What a restart by torchrun --max-restarts changes: the job goes on in its own folder."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or "generate" in given:
+        return {}
+    folders = [given["output_dir"]] if "output_dir" in given else sorted(Path("runs").glob("*"))
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if json.loads((folder / "run.json").read_text("utf-8"))["launch"] == launch_id():
+                if complete_checkpoints(folder):
+                    return {"resume": str(folder), "output_dir": folder}
+                return {"output_dir": folder, "overwrite": True}
+    return {}
+
+
+def launch_id() -> str | None:
+    """What the launcher's restarts of one job have in common."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{job} of process {os.getppid()}" if job == "none" else job
 
 
 def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
     """Claims the output folder on rank 0 and tells the others. Ranks meet.
 
-    Creating `run.json` is the claim: of two runs that want one folder, one is refused. Raises
-    `UserError` for a folder that holds a run (without --overwrite) or cannot be written.
+    A lock on `.lock` keeps a second process out while this one runs; of two new runs that want one
+    folder, one finds `run.json` already there. Raises `UserError` for a folder that holds a run
+    (without --overwrite or --resume) or cannot be written.
     """
     name = f"{settings.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder, attempt = settings.output_dir or Path("runs") / name, 1
+    in_place = settings.resume and "://" not in settings.resume and not settings.output_dir
+    if in_place:
+        folder = Path(run_and_checkpoint(settings.resume)[0])
+    in_place = settings.resume and folder == Path(run_and_checkpoint(settings.resume)[0])
     with together(launch):
         while launch.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                if settings.overwrite:
+                launch.lock = lock_file(folder / ".lock")
+                if settings.overwrite and not in_place:
                     for old in (folder / artifact for artifact in ARTIFACTS):
                         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-                open(folder / "run.json", "x", encoding="utf-8").close()
+                open(folder / "run.json", "a" if in_place else "x", encoding="utf-8").close()
                 break
             except FileExistsError:
                 if settings.output_dir:
@@ -1311,19 +1865,31 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
                 attempt += 1  # two runs began in the same second
                 folder = Path("runs") / f"{name}-{attempt}"
             except OSError as error:
-                raise UserError(f"--output-dir {folder}: {error.strerror}") from None
+                raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
     shared = [folder]
     if launch.world_size > 1:
         dist.broadcast_object_list(shared)
     return shared[0]
 
 
+def lock_file(path: Path) -> Any:
+    """An open file that no other process can lock; the system frees it when this one ends."""
+    file = open(path, "a", encoding="utf-8")
+    with contextlib.suppress(ImportError):  # Windows
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {path.parent}") from None
+    return file
+
+
 def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
     """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
-    content = io.BytesIO()
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    torch.save({"config": model.config, "model": state}, content)
-    write_file(folder / "tiny_transformer.pt", content.getvalue())
+    content = {"config": model.config, "model": state}
+    write_file(folder / "tiny_transformer.pt", lambda file: torch.save(content, file))
 
 
 def load_tiny(folder: Path) -> TinyCausalTransformer:
@@ -1336,8 +1902,7 @@ def load_tiny(folder: Path) -> TinyCausalTransformer:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: {folder} is not a finished tiny run") from None
     except Exception as error:  # torch raises many kinds for a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is damaged or not of this program: {reason}") from None
+        raise UserError(f"{path} is damaged or not of this program: {reason_of(error)}") from None
     return model
 
 
@@ -1398,6 +1963,21 @@ def print_header(
     launch.say(f"{'memory':10} about {estimate:.0f} MB a rank beside PyTorch's own; {sent}")
 
 
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come: all that a checkpoint must know beside tensors."""
+
+    step: int = 0  # completed updates
+    epoch: int = 1
+    samples: int = 0  # samples of the epoch that were trained on, over all ranks
+    tokens: int = 0  # predicted tokens
+    seconds: float = 0.0  # of training: without validation, sampling and saving
+    skipped: int = 0  # updates that the fp16 scaler left out
+    validated: int = 0  # the update after which the last validation was made
+    best: float | None = None  # validation loss
+    best_step: int = 0
+
+
 class RunLog:
     """Log lines, `metrics.jsonl`, TensorBoard and the picture; silent on ranks other than 0.
 
@@ -1406,24 +1986,30 @@ class RunLog:
     """
 
     def __init__(
-        self, launch: Launch, settings: argparse.Namespace, folder: Path, updates: int
-    ) -> None:
-        self.launch, self.settings, self.folder, self.updates = launch, settings, folder, updates
-        self.active = launch.rank == 0
-        self.tokens = self.tokens_logged = self.skipped = 0
-        self.began = self.mark = time.perf_counter()
-        self.seconds = self.seconds_logged = 0.0
+        self, launch: Launch, settings: argparse.Namespace, folder: Path, progress: Progress,
+        updates: int,
+    ) -> None:  # fmt: skip
+        self.launch, self.settings, self.folder = launch, settings, folder
+        self.progress, self.updates, self.active = progress, updates, launch.rank == 0
+        self.mark = time.perf_counter()
+        self.logged = (progress.tokens, progress.seconds)
         self.rows: list[dict] = []
-        self.best: tuple[float, int] | None = None  # validation loss and its update
         self.board, self.bar = None, None
         if self.active:
-            self.file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
+            path = folder / "metrics.jsonl"
+            # A resumed run may have gone on past its checkpoint; those rows are made again.
+            self.rows = rows_until(path, progress) if progress.step else []
+            text = "".join(json.dumps(row) + "\n" for row in self.rows)
+            write_file(path, lambda file: file.write(text.encode("utf-8")))
+            self.file = open(path, "a", encoding="utf-8")
             if settings.tensorboard:
                 self.board = summary_writer()(str(folder / "tensorboard"))
             if sys.stderr.isatty():
                 from tqdm import tqdm
 
-                self.bar = tqdm(total=updates, unit="update", leave=False)
+                self.bar = tqdm(
+                    total=updates, initial=progress.step, unit="update", leave=False
+                )  # fmt: skip
 
     def say(self, text: str) -> None:
         if self.active:
@@ -1433,35 +2019,44 @@ class RunLog:
     def restart_clock(self) -> None:
         self.mark = time.perf_counter()
 
-    def update(self, step: int, epoch: int, rate: float, result: StepResult) -> None:
+    def update(self, rate: float, result: StepResult) -> None:
         """Takes note of one update; prints and writes every --log-every, the first and the last."""
-        now = time.perf_counter()
-        self.seconds, self.mark = self.seconds + now - self.mark, now
-        self.tokens += result.tokens
-        self.skipped += result.skipped
+        progress, now = self.progress, time.perf_counter()
+        progress.seconds, self.mark = progress.seconds + now - self.mark, now
+        progress.tokens += result.tokens
+        progress.skipped += result.skipped
         if self.bar:
             self.bar.update()
-        if step % self.settings.log_every and step not in (1, self.updates):
+        if progress.step % self.settings.log_every and progress.step not in (1, self.updates):
             return
-        speed = (self.tokens - self.tokens_logged) / (self.seconds - self.seconds_logged)
-        self.tokens_logged, self.seconds_logged = self.tokens, self.seconds
+        tokens, seconds = self.logged
+        speed = (progress.tokens - tokens) / (progress.seconds - seconds)
+        self.logged = (progress.tokens, progress.seconds)
         self._row({
-            "step": step, "epoch": epoch, "loss": result.loss, "lr": rate,
-            "grad_norm": result.grad_norm, "tokens": self.tokens, "tokens_per_second": speed,
-            "seconds": now - self.began, "peak_memory_bytes": peak_memory_bytes(self.launch.device),
+            "step": progress.step, "epoch": progress.epoch, "loss": result.loss, "lr": rate,
+            "grad_norm": result.grad_norm, "tokens": progress.tokens, "tokens_per_second": speed,
+            "seconds": progress.seconds,
+            "peak_memory_bytes": peak_memory_bytes(self.launch.device),
         })  # fmt: skip
-        overflow = f"  fp16 overflows {self.skipped}" if self.skipped else ""
+        overflow = f"  fp16 overflows {progress.skipped}" if progress.skipped else ""
         self.say(
-            f"step {step:>6}/{self.updates}  epoch {epoch}  loss {result.loss:.4f}  lr {rate:.2e}  "
-            f"grad norm {result.grad_norm:.3f}  {speed:,.0f} tokens/s{overflow}"
+            f"step {progress.step:>6}/{self.updates}  epoch {progress.epoch}  "
+            f"loss {result.loss:.4f}  lr {rate:.2e}  grad norm {result.grad_norm:.3f}  "
+            f"{speed:,.0f} tokens/s{overflow}"
         )
 
-    def validation(self, step: int, loss: float) -> None:
-        self._row({"step": step, "val_loss": loss})
-        better = self.best is None or loss < self.best[0]
+    def validation(self, loss: float) -> None:
+        """Takes note of one validation."""
+        progress = self.progress
+        progress.validated = progress.step
+        self._row({"step": progress.step, "val_loss": loss})
+        better = progress.best is None or loss < progress.best
         if better:
-            self.best = (loss, step)
-        self.say(f"step {step:>6}/{self.updates}  validation loss {loss:.4f}{' (best)' * better}")
+            progress.best, progress.best_step = loss, progress.step
+        self.say(
+            f"step {progress.step:>6}/{self.updates}  validation loss {loss:.4f}"
+            f"{' (best)' * better}"
+        )
 
     def _row(self, row: dict) -> None:
         self.rows.append(row)
@@ -1471,7 +2066,7 @@ class RunLog:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         except OSError as error:
-            raise WriteError(f"cannot write {self.file.name}: {error.strerror}") from None
+            raise WriteError(f"cannot write {self.file.name}: {reason_of(error)}") from None
         if self.board:
             for name in row.keys() - {"step", "epoch"}:
                 self.board.add_scalar(name, row[name], row["step"])
@@ -1484,7 +2079,21 @@ class RunLog:
                 self.bar.close()
             if self.board:
                 self.board.close()
-            draw_loss_curve(self.rows, self.folder / "loss_curve.png")
+            if self.rows:
+                draw_loss_curve(self.rows, self.folder / "loss_curve.png")
+
+
+def rows_until(path: Path, progress: Progress) -> list[dict]:
+    """The rows of `metrics.jsonl` that belong to a run up to `progress`."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text("utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a killed run may be cut
+                row = json.loads(line)
+                reached = progress.validated if "val_loss" in row else progress.step
+                if row["step"] <= reached:
+                    rows.append(row)
+    return rows
 
 
 def summary_writer() -> type:
@@ -1514,9 +2123,7 @@ def draw_loss_curve(rows: list[dict], path: Path) -> None:
     axes.set(xlabel="update", ylabel="loss (nats per token)", title="Loss of the global batch")
     axes.grid(alpha=0.3)
     axes.legend()
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    write_file(path, content.getvalue())
+    write_file(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
 def write_run_file(
@@ -1524,18 +2131,20 @@ def write_run_file(
 ) -> None:
     """Writes `run.json`: settings as resolved, versions, parameters, choices and reasons."""
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    given = {name: value for name, value in vars(settings).items() if name in DEFAULTS}
     content = {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(settings).items()},
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in given.items()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "numpy": np.__version__, "platform": platform.platform()},
         "world_size": launch.world_size,
+        "global_batch": global_batch(launch, settings),
         "updates": updates,
         "parameters": {"total": sum(n for n, _ in counts),
                        "trained": sum(n for n, trained in counts if trained)},
         "choices": [dict(zip(("what", "chosen", "reason"), c)) for c in launch.choices],
+        "launch": launch_id(),
     }  # fmt: skip
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_file(folder / "run.json", text.encode("utf-8"))
+    write_json(folder / "run.json", content)
 
 
 # ------------------------------------------------------------------------------------------
@@ -1543,56 +2152,224 @@ def write_run_file(
 # ------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, bare: nn.Module, data: Data, log: RunLog, collate: Callable) -> None:
-    """The loop: epochs, updates, validation and samples, until `log.updates` are done.
+class Trainer:
+    """The loop, and all that it holds: model, optimizer, loaders, log, checkpoints.
 
     `model` is `bare` in its DDP wrapper, or `bare` itself in a single process.
     """
-    launch, s = log.launch, log.settings
-    rank, ranks = launch.rank, launch.world_size
-    if ranks > 1:
-        sampler: EpochSampler = ShardSampler(len(data.train), s.seed, ranks, rank)
-    else:
-        sampler = EpochSampler(len(data.train), s.seed)
-    # A loader draws from its own generator: the default one belongs to dropout.
-    options = {
-        "batch_size": s.batch_size, "collate_fn": collate, "num_workers": s.num_workers,
-        "persistent_workers": s.num_workers > 0, "generator": torch.Generator(),
-        "pin_memory": launch.device.type == "cuda",
-    }  # fmt: skip
-    loader = DataLoader(data.train, sampler=sampler, **options)
-    # Validation is shared out without repeats: ranks may get different numbers of samples.
-    val_loader = DataLoader(
-        data.validation, sampler=range(rank, len(data.validation), ranks), **options
-    )
-    optimizer = build_optimizer(bare, s)
-    scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
 
-    step, epoch = 0, 0
-    while step < log.updates:
-        epoch += 1
-        sampler.set_epoch(epoch)
-        for micro_batches in updates_of_epoch(loader, sampler, s):
-            rate = learning_rate(step, s, log.updates)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            step += 1
-            try:
-                result = training_step(model, optimizer, scaler, micro_batches, launch, s)
-            except Diverged as error:
-                raise Diverged(
-                    f"update {step}: {error}; lower --lr, or raise --warmup-steps"
-                ) from None
-            last = step == log.updates
-            log.update(step, epoch, rate, result)
-            if len(data.validation) and (last or (s.eval_every and step % s.eval_every == 0)):
-                log.validation(step, evaluate(bare, val_loader, launch, s))
-                log.restart_clock()
-            if log.active and (last or (s.sample_every and step % s.sample_every == 0)):
-                log.say(f"sample     {generate(bare, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed)!r}")
-                log.restart_clock()
-            if last:
-                break
+    def __init__(
+        self, launch: Launch, settings: argparse.Namespace, data: Data, bare: nn.Module,
+        collate: Callable, log: RunLog,
+    ) -> None:  # fmt: skip
+        self.launch, self.settings, self.data, self.bare = launch, settings, data, bare
+        self.log, self.progress = log, log.progress
+        rank, ranks, s = launch.rank, launch.world_size, settings
+        self.model: nn.Module = bare
+        if s.compile:
+            bare.compile()
+        self.sampler = EpochSampler(len(data.train), s.seed)
+        if ranks > 1:
+            # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
+            self.model = DistributedDataParallel(
+                bare,
+                device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
+            )
+            self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
+        # A loader draws from its own generator: the default one belongs to dropout.
+        options = {
+            "batch_size": s.batch_size, "collate_fn": collate, "num_workers": s.num_workers,
+            "persistent_workers": s.num_workers > 0, "worker_init_fn": ignore_signals,
+            "generator": torch.Generator(), "pin_memory": launch.device.type == "cuda",
+        }  # fmt: skip
+        self.loader = DataLoader(data.train, sampler=self.sampler, **options)
+        # Validation is shared out without repeats: ranks may get different numbers of samples.
+        share = range(rank, len(data.validation), ranks)
+        self.val_loader = DataLoader(data.validation, sampler=share, **options)
+        self.optimizer = build_optimizer(bare, s)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
+        self.writer = CheckpointWriter(log.folder, s) if launch.rank == 0 else None
+
+    def fit(self, stop: StopRequest) -> None:
+        """Trains until all updates are done. Raises `Stopped` after saving when a signal came."""
+        s, log, progress = self.settings, self.log, self.progress
+        log.restart_clock()
+        self._due_after_update(stop)  # a run that was stopped while it validated
+        while progress.step < log.updates:
+            self.sampler.set_epoch(progress.epoch, progress.samples)
+            for micro_batches in updates_of_epoch(self.loader, self.sampler, s):
+                rate = learning_rate(progress.step, s, log.updates)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.launch.where.step = progress.step + 1
+                try:
+                    result = training_step(
+                        self.model, self.optimizer, self.scaler, micro_batches, self.launch, s,
+                        stop.number,
+                    )  # fmt: skip
+                except Diverged as error:
+                    raise Diverged(
+                        f"update {progress.step + 1}: {error}; lower --lr or raise --warmup-steps"
+                    ) from None
+                progress.step += 1
+                log.update(rate, result)
+                progress.samples += min(
+                    global_batch(self.launch, s), self.sampler.size - progress.samples
+                )
+                if progress.samples == self.sampler.size:  # where the next update begins
+                    progress.epoch, progress.samples = progress.epoch + 1, 0
+                self._due_after_update(stop, result.stop)
+                if progress.step == log.updates:
+                    break
+                self.launch.where.enter("next batch")
+
+    def _due_after_update(self, stop: StopRequest, stopped_by: int = 0) -> None:
+        """Validation, sample and checkpoint, where this update calls for them; and the stop."""
+        s, log, progress = self.settings, self.log, self.progress
+        if not progress.step:
+            return
+        last = progress.step == log.updates
+        best_before = progress.best
+        evaluate_now = last or (s.eval_every and progress.step % s.eval_every == 0)
+        if evaluate_now and progress.validated < progress.step and len(self.data.validation):
+            loss = evaluate(self.bare, self.val_loader, self.launch, s, stop)
+            if loss is None:
+                stopped_by = stop.number
+            else:
+                log.validation(loss)
+        if log.active and (last or (s.sample_every and progress.step % s.sample_every == 0)):
+            self.launch.where.enter("sample")
+            sample = generate(self.bare, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed)
+            log.say(f"sample     {(SAMPLE_PROMPT + sample)!r}")
+        if self.writer:
+            self.writer.check()
+        better = progress.best != best_before
+        due = s.save_every and (last or better or progress.step % s.save_every == 0)
+        if due or stopped_by:
+            self.save()
+        if stopped_by and not last:
+            if self.writer:
+                self.writer.wait()
+            name = signal.Signals(stopped_by).name
+            raise Stopped(
+                f"{name} after update {progress.step} of {log.updates}; the state is saved, go on "
+                f"with --resume {log.folder}",
+                stopped_by,
+            )
+        log.restart_clock()
+
+    def save(self) -> None:
+        """Takes the state of this instant on all ranks and hands it to the writer. Ranks meet."""
+        self.launch.where.enter("random states", meets=True)
+        random = gather(
+            {"cpu": torch.get_rng_state(), **cuda_random_state(self.launch)}, self.launch
+        )
+        if not self.writer:
+            return
+        self.launch.where.enter("copy of the state")
+        progress = self.progress
+        state = {
+            "model": to_cpu(dict(trained_parameters(self.bare))),
+            "optimizer": to_cpu(self.optimizer.state_dict()),
+            "scaler": self.scaler.state_dict(),
+            "random": random,
+            "progress": dataclasses.asdict(progress),
+            "corpus": self.data.identity,
+            "global_batch": global_batch(self.launch, self.settings),
+        }
+        validated = progress.validated == progress.step and progress.best is not None
+        val_loss = self.log.rows[-1]["val_loss"] if validated else None
+        self.writer.save(state, {"format": 1, "step": progress.step, "val_loss": val_loss})
+
+    def restore(self, state: dict) -> None:
+        """Takes over a state that `read_state` returned; `progress` was taken over before."""
+        own = dict(trained_parameters(self.bare))
+        if own.keys() != state["model"].keys():
+            raise UserError(f"checkpoint and model differ in {own.keys() ^ state['model'].keys()}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["model"][name])
+        if self.launch.world_size > 1:
+            # DDP arranges its buckets anew after the first backward pass, and the order of adding
+            # up depends on them. An idle pass makes the next update the second one, as it was.
+            micro_batch = self.loader.collate_fn([])
+            (self.model(**inputs_of(micro_batch, self.launch.device)) * 0).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if len(state["random"]) == self.launch.world_size:
+            own_random = state["random"][self.launch.rank]
+            torch.set_rng_state(own_random["cpu"])
+            if "cuda" in own_random and self.launch.device.type == "cuda":
+                torch.cuda.set_rng_state(own_random["cuda"], self.launch.device)
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of all that is trained, in name order."""
+    return sorted((n, p) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def to_cpu(value: Any) -> Any:
+    """A copy on the CPU of all tensors in nested dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    return [to_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+def cuda_random_state(launch: Launch) -> dict:
+    on_cuda = launch.device.type == "cuda"
+    return {"cuda": torch.cuda.get_rng_state(launch.device)} if on_cuda else {}
+
+
+def gather(value: Any, launch: Launch) -> list:
+    """The values of all ranks, in rank order. Ranks meet."""
+    values = [value] * launch.world_size
+    if launch.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def global_batch(launch: Launch, settings: argparse.Namespace) -> int:
+    """Sequences in one update, over all ranks and micro-batches."""
+    return settings.batch_size * settings.grad_accum * launch.world_size
+
+
+def resume_from(launch: Launch, settings: argparse.Namespace, data: Data, folder: Path) -> dict:
+    """Reads the checkpoint on rank 0 and sends it to all, so that only rank 0 needs the files.
+
+    Refuses another corpus, and a number of ranks that cannot keep the global batch; otherwise the
+    batch per rank and the accumulation are set so that it is kept. Ranks meet.
+    """
+    state: dict = {}
+    with together(launch):
+        if launch.rank == 0:
+            state, notes = read_state(settings, folder)
+            launch.say(f"{'resume':10} {notes}")
+    shared = [state]
+    if launch.world_size > 1:
+        dist.broadcast_object_list(shared)
+    state = shared[0]
+    if state["corpus"] != data.identity:
+        raise UserError(
+            f"the interrupted run's corpus has {state['corpus']}, this one {data.identity}"
+        )
+    s, ranks, wanted = settings, launch.world_size, state["global_batch"]
+    if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
+        per_rank = wanted // ranks
+        s.batch_size = max(b for b in range(1, s.batch_size + 1) if per_rank % b == 0)
+        s.grad_accum = per_rank // s.batch_size
+        launch.choose(
+            "batch", f"{s.batch_size} × accumulation {s.grad_accum}", f"keeps {wanted} an update"
+        )
+    if global_batch(launch, s) != wanted:
+        raise UserError(
+            f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
+            f"{global_batch(launch, s)}, but the interrupted run had {wanted} sequences an update"
+        )
+    return state
 
 
 def continue_prompt(settings: argparse.Namespace) -> None:
@@ -1603,69 +2380,76 @@ def continue_prompt(settings: argparse.Namespace) -> None:
 
 def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
     """The digest of the trained weights, after a look at all ranks'. Ranks meet."""
-    digests = [parameter_digest(bare)]
-    if launch.world_size > 1:
-        digests = digests * launch.world_size
-        dist.all_gather_object(digests, digests[0])
+    digests = gather(parameter_digest(bare), launch)
     if len(set(digests)) > 1:
         raise RunError(f"ranks ended with different weights: {digests}")
     return digests[0]
 
 
+def number_of_updates(launch: Launch, settings: argparse.Namespace, data: Data) -> int:
+    """By --max-steps and --epochs, whichever ends first."""
+    an_epoch = math.ceil(len(data.train) / global_batch(launch, settings))
+    by_epochs = settings.epochs * an_epoch if settings.epochs else math.inf
+    return int(min(settings.max_steps or math.inf, by_epochs))
+
+
+def build_model(launch: Launch, settings: argparse.Namespace) -> nn.Module:
+    """The model on its device: equal initial weights on all ranks, other dropout masks."""
+    s = settings
+    torch.manual_seed(s.seed)
+    torch.backends.mha.set_fastpath_enabled(False)  # one forward for training and validation
+    model = TinyCausalTransformer(s.d_model, s.layers, s.heads, s.dropout, s.seq_len)
+    torch.manual_seed(s.seed + 1 + launch.rank)
+    return model.to(launch.device)
+
+
 @record
 def main(argv: Sequence[str] | None = None) -> None:
     """One run, from the launcher's environment to saved weights and teardown."""
-    with one_clear_ending():
-        launch = read_launcher()
+    where = Where()
+    with one_clear_ending(where):
+        launch = read_launcher(where)
         settings = parse_settings(argv)
         if settings.generate is not None:
             return continue_prompt(settings)
         if settings.tensorboard:
             summary_writer()
+        if settings.mirror:
+            Mirror(settings.mirror)
         choose_device(launch, settings)
         set_up(launch)
 
         with together(launch):
             data = build_data(settings)
-        sequences = settings.batch_size * settings.grad_accum * launch.world_size
-        limits = [settings.max_steps or math.inf]
-        if settings.epochs:
-            limits.append(settings.epochs * math.ceil(len(data.train) / sequences))
-        updates = int(min(limits))
-
-        torch.manual_seed(settings.seed)  # the same initial weights on every rank
-        torch.backends.mha.set_fastpath_enabled(False)  # one forward for training and validation
-        bare = TinyCausalTransformer(
-            settings.d_model, settings.layers, settings.heads, settings.dropout, settings.seq_len
-        ).to(launch.device)
-        torch.manual_seed(settings.seed + 1 + launch.rank)  # other dropout masks on every rank
-        trained = sum(p.numel() for p in bare.parameters() if p.requires_grad)
+        bare = build_model(launch, settings)
+        folder, state = None, None
+        if not settings.dry_run:
+            folder = open_run_folder(launch, settings)
+        if settings.resume and not settings.dry_run:
+            state = resume_from(launch, settings, data, folder)
+        updates = number_of_updates(launch, settings, data)
+        trained = sum(p.numel() for _, p in trained_parameters(bare))
         print_header(launch, settings, data, trained, updates)
         if settings.dry_run:
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
-        folder = open_run_folder(launch, settings)
         if launch.rank == 0:
             write_run_file(launch, settings, folder, bare, updates)
 
-        if settings.compile:
-            bare.compile()
-        model: nn.Module = bare
-        if launch.world_size > 1:
-            # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
-            model = DistributedDataParallel(
-                bare,
-                device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
-            )
-        log = RunLog(launch, settings, folder, updates)
+        progress = Progress(**state["progress"]) if state else Progress()
+        log = RunLog(launch, settings, folder, progress, updates)
         collate = functools.partial(tiny_collator, seq_len=settings.seq_len)
-        train(model, bare, data, log, collate)
+        trainer = Trainer(launch, settings, data, bare, collate, log)
+        if state:
+            trainer.restore(state)
+        with Watchdog(launch), StopRequest() as stop:
+            trainer.fit(stop)
 
         digest = same_digest_everywhere(bare, launch)
         log.close()
         if launch.rank == 0:
             save_tiny(bare, folder)
+            trainer.writer.close(results=True)
             print_ending(log, digest)
         if launch.world_size > 1:
             dist.barrier()  # ranks meet: nobody leaves before rank 0 has saved
@@ -1673,16 +2457,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def print_ending(log: RunLog, digest: str) -> None:
     """The last lines of a run, on rank 0."""
+    progress, ranks = log.progress, log.launch.world_size
+    speed = progress.tokens / max(progress.seconds, 1e-9)
     peak = peak_memory_bytes(log.launch.device) / 1e6
-    speed = log.tokens / log.seconds
-    say(f"done       {log.updates} updates, {log.tokens:,} tokens, {speed:,.0f} tokens/s")
-    if log.best:
-        final = [row["val_loss"] for row in log.rows if "val_loss" in row][-1]
-        say(f"validation final {final:.4f}, best {log.best[0]:.4f} at update {log.best[1]}")
+    final = [row["val_loss"] for row in log.rows if "val_loss" in row]
+    say(f"done       {log.updates} updates, {progress.tokens:,} tokens, {speed:,.0f} tokens/s")
+    if final:
+        best = f"best {progress.best:.4f} at update {progress.best_step}"
+        say(f"validation final {final[-1]:.4f}, {best}")
     say(f"memory     peak {peak:.0f} MB on rank 0")
-    ranks = log.launch.world_size
     say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
-    say(f"written to {log.folder}: tiny_transformer.pt run.json metrics.jsonl loss_curve.png")
+    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    say(f"written to {log.folder}: {' '.join(written)}")
 
 
 if __name__ == "__main__":

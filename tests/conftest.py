@@ -1,4 +1,4 @@
-"""What the tests share: launching the script as a user would, with a time-out, and reading a run."""
+"""What the tests share: launching the script as a user would, and reading what a run wrote."""
 
 from __future__ import annotations
 
