@@ -14,9 +14,22 @@ Real text (the Python language reference that ships with CPython), two processes
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         llm_ddp_parallel_training.py --cpu --builtin python-docs --max-steps 500 --lr 3e-3
 
-Read it from top to bottom: settings, launch and process group, corpus and dataset, sampler,
-collator, model, the training step, validation and sampling, saving, log, `main()`. Comments
-that begin with "ranks meet" mark every place where processes wait for each other.
+Qwen2.5-0.5B-Instruct with LoRA, one process per GPU:
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 \\
+        llm_ddp_parallel_training.py --model qwen --batch-size 1 --seq-len 64 --max-steps 2
+
+It is read from top to bottom. Who came for DDP reads six sections and skips the others:
+
+    launch and process group     who am I, which device, which backend
+    sampler                      how ranks share the samples of an epoch
+    the training step            where gradients meet, and why the result is exact
+    validation and sampling      work that is shared, but not through DDP
+    the trainer                  the loop, and the state that a checkpoint must hold
+    the story                    main(): all of it in order
+
+The others serve the run: settings, faults and signals, corpus, collators, models, files and
+checkpoints, log. "Ranks meet" marks every place where processes wait for each other.
 """
 
 from __future__ import annotations
@@ -34,6 +47,7 @@ import math
 import mmap
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -41,7 +55,9 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -56,17 +72,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-PAD, EOS, VOCAB = 256, 257, 258  # after the 256 byte values
+PAD, EOS, VOCAB = 256, 257, 258  # the tiny model's tokens after the 256 byte values
 IGNORE = -100  # a label that the loss leaves out
 TIMEOUT_S = float(os.environ.get("DDP_TIMEOUT_S", "600"))  # then a rank counts as hung
-SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # bytes
 PEER_LOSS_GRACE_S = 5  # how long a rank that lost a peer leaves the floor to the one that failed
+SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # tokens
 
 LESSONS = """\
 One process trains one copy of the model, and DDP keeps all the copies the same.
 The launcher starts the processes and tells each of them its rank and the world size.
 Rank zero is a process like the others; it only has the extra duty to write things down.
-The world size is the number of processes that train together.
 The local rank counts the processes of one machine and picks the device.
 Before the first step, rank zero sends its weights to everybody.
 Each rank reads other samples, so each rank computes another gradient.
@@ -74,20 +89,16 @@ The all-reduce adds up the gradients of all ranks and hands the same sum to ever
 Equal weights and equal gradients give equal weights again after the step.
 A gradient is ready as soon as the backward pass has left its layer.
 DDP collects gradients in buckets, because one large message is faster than many small ones.
-Buckets fill from the last layer to the first, since backward runs that way.
 While one bucket travels, the backward pass works on the next layer.
 A replica needs the memory of the whole model; more ranks do not make a model fit.
 The global batch is the batch per rank, times accumulation steps, times ranks.
-Gradient accumulation trades time for memory: small batches, one large update.
 Inside no_sync the gradients stay local and wait for the last micro-batch.
 The mean of two means is not the mean, unless both count the same number of tokens.
 So divide the sum of all losses by the number of all tokens, once, at the end.
 A sampler that forgets the epoch shows every epoch in the same order.
 A collective that one rank does not reach makes all the others wait.
-Never hide an all-reduce behind a condition that only one rank fulfils.
 Clip the gradient after it was averaged, and after the scaler was undone.
 The learning rate follows the number of updates, not the number of micro-batches.
-Warmup begins with small steps, while the optimizer still learns the scale of the gradients.
 AdamW keeps two running means for each weight, so it needs twice the memory of the weights.
 Weight decay pulls matrices towards zero; biases and norms are left in peace.
 Validation counts every sample once, whatever the number of ranks.
@@ -97,17 +108,14 @@ A checkpoint is written beside the old one and renamed when it is complete.
 If one rank fails, all should stop soon and say why.
 The same seed, the same data and the same settings should give the same run.
 A loss that becomes infinite should stop the run before it spoils the weights.
-Tokens per second is the speed that matters; steps per second depends on the batch.
 Two ranks on one machine share its memory bandwidth, so two are rarely twice as fast.
 A causal mask hides the future: a token sees itself and what came before.
-The model predicts the next byte, and the loss is its surprise in nats.
 A model that guesses at random among 258 tokens has a loss of about 5.55.
-Measure first, change one thing, and measure again.
 """
 
 
 class RunError(Exception):
-    """Ends the run with one line for the reader, without a traceback."""
+    """Ends the run with one line for the reader instead of a traceback."""
 
     status = 1
     by_all_ranks = True  # every rank raises it, so rank 0 prints it for all
@@ -119,6 +127,12 @@ class UserError(RunError):
     status = 2
 
 
+class Diverged(RunError):
+    """The loss or the gradient stopped being a finite number."""
+
+    status = 3
+
+
 class WriteError(RunError):
     """Rank 0 could not write a file."""
 
@@ -128,23 +142,34 @@ class WriteError(RunError):
 class Stopped(RunError):
     """A signal asked the run to end; the state is saved."""
 
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.status = 128 + number  # the shell's convention: SIGTERM 143, SIGINT 130
-
-    def __reduce__(self) -> tuple:
-        return Stopped, (str(self), self.status - 128)
-
-
-class Diverged(RunError):
-    """The loss or the gradient stopped being a finite number."""
-
-    status = 3
-
 
 # ------------------------------------------------------------------------------------------
 # Settings
 # ------------------------------------------------------------------------------------------
+
+# What holds when a flag is not given; None depends on other flags, see `check_settings`.
+DEFAULTS: dict[str, Any] = {
+    "model": "tiny", "device": "auto", "cpu": False, "seed": 0, "threads": None,
+    "output_dir": None, "overwrite": False, "resume": None, "dry_run": False, "generate": None,
+    "corpus_file": None, "builtin": None, "corpus_format": None, "val_fraction": 0.1,
+    "pack": False, "overlong": None, "num_workers": 0,
+    "d_model": 64, "layers": 1, "heads": 4, "dropout": 0.0, "seq_len": None,
+    "base_model": "Qwen/Qwen2.5-0.5B-Instruct", "lora_r": 8, "lora_alpha": 16,
+    "lora_dropout": 0.05, "lora_targets": "q_proj,v_proj", "gradient_checkpointing": False,
+    "merge": False,
+    "batch_size": 8, "grad_accum": 1, "epochs": None, "max_steps": None, "lr": None,
+    "weight_decay": 0.01, "schedule": "constant", "warmup_steps": 0, "clip": 1.0,
+    "precision": "auto", "compile": False, "save_every": 0, "keep": 3, "mirror": None,
+    "log_every": 10, "eval_every": 0, "sample_every": 0, "tensorboard": False,
+}  # fmt: skip
+
+# With --resume, these may differ from the interrupted run; any other difference is refused.
+MAY_CHANGE = {
+    "device", "cpu", "threads", "output_dir", "overwrite", "resume", "dry_run", "generate",
+    "corpus_file", "num_workers", "gradient_checkpointing", "merge", "batch_size", "grad_accum",
+    "epochs", "max_steps", "save_every", "keep", "mirror", "log_every", "eval_every",
+    "sample_every", "tensorboard",
+}  # fmt: skip
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -154,75 +179,26 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def number(kind: type, minimum: float, maximum: float = math.inf, above: bool = False) -> Callable:
-    """A converter for argparse: a finite `kind` in [minimum, maximum], or above the minimum."""
+def number(kind: type, low: float, high: float = math.inf, above: bool = False) -> Callable:
+    """A converter for argparse: a finite `kind` of at least `low` (or above it), at most `high`."""
     what = "a whole number" if kind is int else "a number"
-    bounds = f"above {minimum}" if above else f"of at least {minimum}"
-    bounds += "" if maximum == math.inf else f" and at most {maximum}"
+    bounds = f"above {low}" if above else f"of at least {low}"
+    bounds += "" if high == math.inf else f" and at most {high}"
 
     def convert(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (minimum < value if above else minimum <= value) or not value <= maximum:
+        if not (low < value if above else low <= value) or not value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} is not {what} {bounds}")
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not finite")
         return value
 
     return convert
 
 
-# What holds when a flag is not given; None stands for "depends on others", see check_settings.
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny", "device": "auto", "cpu": False, "seed": 0, "threads": None,
-    "output_dir": None, "overwrite": False, "resume": None, "dry_run": False, "generate": None,
-    "corpus_file": None, "builtin": None, "corpus_format": None, "val_fraction": 0.1,
-    "pack": False, "overlong": None, "num_workers": 0,
-    "d_model": 64, "layers": 1, "heads": 4, "dropout": 0.0, "seq_len": 64,
-    "batch_size": 8, "grad_accum": 1, "epochs": None, "max_steps": None, "lr": None,
-    "weight_decay": 0.01, "schedule": "constant", "warmup_steps": 0, "clip": 1.0,
-    "precision": "auto", "compile": False,
-    "save_every": 0, "keep": 3, "mirror": None,
-    "log_every": 10, "eval_every": 0, "sample_every": 0, "tensorboard": False,
-}  # fmt: skip
-
-# With --resume, these may differ from the interrupted run; any other difference is refused.
-MAY_CHANGE = {
-    "device", "cpu", "threads", "output_dir", "overwrite", "resume", "dry_run", "generate",
-    "corpus_file", "num_workers", "batch_size", "grad_accum", "epochs", "max_steps",
-    "save_every", "keep", "mirror", "log_every", "eval_every", "sample_every", "tensorboard",
-}  # fmt: skip
-
-
-def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line. Raises `UserError` for unknown or contradictory flags.
-
-    With --resume, flags that are not given keep the values of the interrupted run.
-    """
-    given = vars(flag_parser().parse_args(argv))
-    restarted = after_restart(given)
-    given.update(restarted)
-    saved = saved_settings(given["resume"]) if given.get("resume") else {}
-    for name in sorted(given.keys() & saved.keys() - MAY_CHANGE):
-        if given[name] != saved[name]:
-            raise UserError(
-                f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
-                f"{saved[name]}, which --resume continues; leave the flag out, or start a new run"
-            )
-    if {"corpus_file", "builtin"} & given.keys():
-        saved.update(corpus_file=None, builtin=None)
-    if given.get("cpu"):
-        saved.pop("device", None)
-    settings = argparse.Namespace(**{**DEFAULTS, **saved, **given})
-    settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
-    check_settings(settings)
-    return settings
-
-
 def flag_parser() -> argparse.ArgumentParser:
-    """The command line; flags that are not given leave no trace in the result."""
+    """The command line; a flag that is not given leaves no trace in the result."""
     parser = OneLineParser(
         prog="llm_ddp_parallel_training.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Train a language model on one or several processes with PyTorch DDP.",
@@ -257,18 +233,23 @@ def flag_parser() -> argparse.ArgumentParser:
         help="lessons: a few dozen sentences; python-docs: the language reference that CPython "
         "carries, about 460 KB (default: lessons)")
     add("--corpus-format", choices=("lines", "document", "jsonl"),
-        help='lines: a sample a line; document: one running text; jsonl: {"text": ...} a line '
-        "(default: document for python-docs, jsonl for *.jsonl, else lines)")
+        help='lines: a sample a line; document: one running text; jsonl: {"text": ...} a line, or '
+        'with qwen {"messages": [...]} (default: document for python-docs, jsonl for *.jsonl, '
+        "else lines)")
     add("--val-fraction", type=number(float, 0, 0.9),
         help="share of the samples held out for validation; 0: none (default: 0.1)")
     add("--pack", action="store_true",
-        help="join samples with EOS and cut full windows: no padding, more tokens a second")
+        help="fill every window with several samples: no padding, more tokens a second; with tiny "
+        "joined by EOS, with qwen invisible to each other")
     add("--overlong", choices=("truncate", "split", "drop"),
         help="samples longer than --seq-len: cut off, cut in pieces, or leave out "
         "(default: truncate; --pack and documents always split)")
     add("--num-workers", type=number(int, 0, 256),
         help="processes per rank that prepare batches; raise it only if the data is slower than "
         "the step (default: 0: the rank does it)")
+    add("--seq-len", type=number(int, 2),
+        help="most tokens in a window; lower it, after --batch-size, when memory runs out "
+        "(default: 64 tiny, 256 qwen)")
 
     add = parser.add_argument_group("tiny").add_argument
     add("--d-model", type=number(int, 1), help="width of the model (default: 64)")
@@ -276,9 +257,21 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--heads", type=number(int, 1), help="attention heads, a divisor of --d-model (default: 4)")
     add("--dropout", type=number(float, 0, 0.99),
         help="probability; raise it when the validation loss rises again (default: 0)")
-    add("--seq-len", type=number(int, 2),
-        help="tokens (bytes) in a window; lower it, after --batch-size, when memory runs out "
-        "(default: 64)")
+
+    add = parser.add_argument_group("qwen").add_argument
+    add("--base-model", metavar="ID_OR_DIR",
+        help="a causal model of transformers, by hub id or as a local folder, which needs no "
+        "network (default: Qwen/Qwen2.5-0.5B-Instruct)")
+    add("--lora-r", type=number(int, 1), help="rank of the adapters (default: 8)")
+    add("--lora-alpha", type=number(float, 0, above=True),
+        help="their scale is alpha / r (default: 16)")
+    add("--lora-dropout", type=number(float, 0, 0.99), help="probability (default: 0.05)")
+    add("--lora-targets", metavar="NAMES",
+        help="Linear layers that get an adapter (default: q_proj,v_proj)")
+    add("--gradient-checkpointing", action="store_true",
+        help="compute each layer twice and keep less: when memory runs out at --batch-size 1")
+    add("--merge", action="store_true",
+        help="also write merged/, a plain transformers model with the adapter merged in")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=number(int, 1),
@@ -287,9 +280,10 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--grad-accum", type=number(int, 1), help="micro-batches per update (default: 1)")
     add("--epochs", type=number(int, 1), help="passes over the corpus (default: by --max-steps)")
     add("--max-steps", type=number(int, 1),
-        help="updates, over as many epochs as it takes (default: 300 unless --epochs is given)")
+        help="updates, over as many epochs as it takes (default: 300, unless --epochs is given)")
     add("--lr", type=number(float, 0, above=True),
-        help="peak learning rate; divide it by 3 when the loss jumps (default: 3e-4 tiny)")
+        help="peak learning rate; divide it by 3 when the loss jumps (default: 3e-4 tiny, "
+        "2e-4 qwen)")
     add("--weight-decay", type=number(float, 0),
         help="AdamW's decay, on matrices only (default: 0.01)")
     add("--schedule", choices=("constant", "linear", "cosine"),
@@ -299,8 +293,8 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--clip", type=number(float, 0),
         help="largest norm of the global gradient; 0: no clipping (default: 1)")
     add("--precision", choices=("auto", "fp32", "bf16", "fp16"),
-        help="of the matrix products; weights stay fp32 (default: auto: on CUDA bf16 or fp16, "
-        "whichever the card has, else fp32)")
+        help="of the matrix products and of a frozen base; trained weights stay fp32 (default: "
+        "auto: on CUDA bf16 or fp16, whichever the card has, else fp32)")
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
 
     add = parser.add_argument_group("checkpoints").add_argument
@@ -308,8 +302,7 @@ def flag_parser() -> argparse.ArgumentParser:
         help="updates between two checkpoints, written beside the training, and one at every best "
         "validation; 0: only when stopped by a signal (default: 0)")
     add("--keep", type=number(int, 1),
-        help="newest checkpoints kept, besides the best; lower it when the disk fills "
-        "(default: 3)")
+        help="newest checkpoints kept, besides the best; lower it when the disk fills (default: 3)")
     add("--mirror", metavar="URL",
         help="copy checkpoints and results there, through fsspec: s3://bucket/run, file:///nfs/run")
 
@@ -324,11 +317,33 @@ def flag_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line. Raises `UserError` for unknown or contradictory flags.
+
+    With --resume, flags that are not given keep the values of the interrupted run.
+    """
+    given = vars(flag_parser().parse_args(argv))
+    given.update(after_restart(given))
+    saved = saved_settings(given["resume"]) if given.get("resume") else {}
+    for name in sorted(given.keys() & saved.keys() - MAY_CHANGE):
+        if given[name] != saved[name]:
+            raise UserError(
+                f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
+                f"{saved[name]}, which --resume continues; leave the flag out, or start a new run"
+            )
+    if "corpus_file" in given:
+        saved.pop("builtin", None)
+    if "cpu" in given:
+        saved.pop("device", None)
+    settings = argparse.Namespace(**{**DEFAULTS, **saved, **given})
+    settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
+    check_settings(settings)
+    return settings
+
+
 def check_settings(settings: argparse.Namespace) -> None:
     """Refuses contradictions and fills in the defaults that depend on other flags."""
-    s = settings
-    if s.model == "qwen":
-        raise UserError("--model qwen is not built yet; use --model tiny")
+    s, qwen = settings, settings.model == "qwen"
     if s.cpu and s.device not in ("auto", "cpu"):
         raise UserError(f"--cpu contradicts --device {s.device}; give one of them")
     if s.corpus_file and s.builtin:
@@ -341,16 +356,17 @@ def check_settings(settings: argparse.Namespace) -> None:
         raise UserError("--generate PROMPT needs --resume RUN, the folder of a finished run")
     if s.generate == "":
         raise UserError("--generate needs a prompt of at least one character")
+    for flag in ("merge", "gradient_checkpointing"):
+        if getattr(s, flag) and not qwen:
+            raise UserError(f"--{flag.replace('_', '-')} needs --model qwen")
 
-    if s.cpu:
-        s.device = "cpu"
+    s.device = "cpu" if s.cpu else s.device
     if not s.corpus_file and not s.builtin:
         s.builtin = "lessons"
     if s.corpus_format is None:
         jsonl = s.corpus_file and s.corpus_file.suffix.lower() == ".jsonl"
-        s.corpus_format = (
-            "jsonl" if jsonl else "document" if s.builtin == "python-docs" else "lines"
-        )
+        document = s.builtin == "python-docs"
+        s.corpus_format = "jsonl" if jsonl else "document" if document else "lines"
     if s.builtin and s.corpus_format == "jsonl":
         raise UserError("--corpus-format jsonl needs a --corpus-file")
     s.pack = s.pack or s.corpus_format == "document"
@@ -359,8 +375,8 @@ def check_settings(settings: argparse.Namespace) -> None:
     s.overlong = s.overlong or ("split" if s.pack else "truncate")
     if s.epochs is None and s.max_steps is None:
         s.max_steps = 300
-    if s.lr is None:
-        s.lr = 3e-4
+    s.seq_len = s.seq_len or (256 if qwen else 64)
+    s.lr = s.lr or (2e-4 if qwen else 3e-4)
 
 
 # ------------------------------------------------------------------------------------------
@@ -374,7 +390,7 @@ class Where:
 
     step: int = 0
     phase: str = "set-up"
-    meets: bool = False  # whether other ranks are waited for in this phase
+    meets: bool = False  # whether this phase waits for other ranks
     since: float = dataclasses.field(default_factory=time.monotonic)
 
     def enter(self, phase: str, meets: bool = False) -> None:
@@ -396,7 +412,7 @@ class Launch:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     where: Where = dataclasses.field(default_factory=Where)
-    lock: Any = None  # the run folder's lock file, held open until the process ends
+    lock: Any = None  # the run folder's lock file, open until the process ends
 
     def choose(self, what: str, chosen: Any, reason: str) -> None:
         self.choices.append((what, str(chosen), reason))
@@ -404,13 +420,8 @@ class Launch:
     def say(self, text: str) -> None:
         """Prints once for the whole job: rank 0 speaks, the others are silent."""
         if self.rank == 0:
-            say(text)
-
-
-def say(text: str) -> None:
-    """Prints one message; a reader who went away (`| head`) does not end the run."""
-    with contextlib.suppress(BrokenPipeError):
-        print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the reader left: `| head`
+                print(text, flush=True)
 
 
 def read_launcher(where: Where | None = None) -> Launch:
@@ -419,13 +430,13 @@ def read_launcher(where: Where | None = None) -> Launch:
     None of them set: one process on its own. Raises `UserError` for values that make no sense.
     """
 
-    def variable(name: str, default: int, minimum: int, below: float = math.inf) -> int:
+    def variable(name: str, default: int, low: int, below: float = math.inf) -> int:
         text = os.environ.get(name, str(default))
-        if not text.strip().isdecimal() or not minimum <= int(text) < below:
+        if not text.strip().isdecimal() or not low <= int(text) < below:
             limit = "" if below == math.inf else f" and below {below}"
             raise UserError(
                 f"environment variable {name}={text!r} should be a whole number of at least "
-                f"{minimum}{limit}; launch with python -m torch.distributed.run, or unset it"
+                f"{low}{limit}; launch with python -m torch.distributed.run, or unset it"
             )
         return int(text)
 
@@ -433,13 +444,12 @@ def read_launcher(where: Where | None = None) -> Launch:
     rank = variable("RANK", 0, 0, world_size)
     local_world_size = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size + 1)
     local_rank = variable("LOCAL_RANK", rank % local_world_size, 0, local_world_size)
-    if world_size > 1:
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise UserError(
-                    f"WORLD_SIZE={world_size} but {name} is not set; "
-                    "launch with python -m torch.distributed.run"
-                )
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
+        if not os.environ.get(name):
+            raise UserError(
+                f"WORLD_SIZE={world_size} but {name} is not set; "
+                "launch with python -m torch.distributed.run"
+            )
     return Launch(rank, local_rank, world_size, local_world_size, where=where or Where())
 
 
@@ -463,17 +473,15 @@ def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
     why = f"--device {asked}" if asked != "auto" else "the first of cuda, mps, cpu that is here"
     launch.choose("device", launch.device, why)
 
+    why = f"--precision {settings.precision}"
     if settings.precision == "auto":
-        chosen, why = "fp32", f"default on {launch.device.type}"
+        settings.precision, why = "fp32", f"default on {launch.device.type}"
         if launch.device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(launch.device)
-            chosen = "bf16" if major >= 8 else "fp16"
+            settings.precision = "bf16" if major >= 8 else "fp16"
             why = f"capability {major}.{minor}; bf16 in hardware begins at 8.0"
-        settings.precision = chosen
-    else:
-        why = f"--precision {settings.precision}"
-        if settings.precision == "fp16" and launch.device.type != "cuda":
-            raise UserError("--precision fp16 needs CUDA; use bf16 or fp32 here")
+    elif settings.precision == "fp16" and launch.device.type != "cuda":
+        raise UserError("--precision fp16 needs CUDA; use bf16 or fp32 here")
     launch.choose("precision", settings.precision, why)
     choose_threads(launch, settings)
 
@@ -486,37 +494,71 @@ def choose_threads(launch: Launch, settings: argparse.Namespace) -> None:
     why = f"{cores} cores / {launch.local_world_size} ranks on this machine"
     # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it.
     omp = os.environ.get("OMP_NUM_THREADS", "")
-    launchers_own = (
-        omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
-    )
+    launchers = omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if settings.threads:
         threads, why = settings.threads, "--threads"
-    elif omp.isdecimal() and int(omp) > 0 and not launchers_own:
+    elif omp.isdecimal() and int(omp) > 0 and not launchers:
         threads, why = int(omp), "OMP_NUM_THREADS"
     torch.set_num_threads(threads)
     launch.choose("threads", f"{threads} per rank", why)
 
 
 def set_up(launch: Launch) -> None:
-    """Joins the process group; one process has none. Ranks meet: all must call it."""
+    """Joins the process group; one process has none. Ranks meet."""
     if launch.world_size == 1:
         launch.choose("backend", "none", "one process: no process group, no DDP")
         return
-    shared = launch.device.type == "cuda" and launch.local_world_size > torch.cuda.device_count()
-    if launch.device.type != "cuda":
-        backend, why = "gloo", f"{launch.device.type} run"
-    elif sys.platform == "win32":
-        backend, why = "gloo", "NCCL is not built for Windows"
-    elif shared:
-        backend, why = "gloo", "several ranks share a GPU, which NCCL refuses"
-    else:
-        backend, why = "nccl", "one CUDA device per rank"
+    backend, why = "gloo", f"{launch.device.type} run"
+    if launch.device.type == "cuda":
+        if sys.platform == "win32":
+            why = "NCCL is not built for Windows"
+        elif launch.local_world_size > torch.cuda.device_count():
+            why = "several ranks share a GPU, which NCCL refuses"
+        else:
+            backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
     dist.init_process_group(
         backend,
         timeout=datetime.timedelta(seconds=TIMEOUT_S + 60),  # the watchdog speaks first
         device_id=launch.device if backend == "nccl" else None,
     )
+
+
+def gather(value: Any, launch: Launch) -> list:
+    """The values of all ranks, in rank order. Ranks meet."""
+    values = [value] * launch.world_size
+    if launch.world_size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(value: Any, launch: Launch) -> Any:
+    """Rank 0's value, on every rank. Ranks meet."""
+    shared = [value]
+    if launch.world_size > 1:
+        dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+@contextlib.contextmanager
+def together(launch: Launch) -> Iterator[None]:
+    """A block in which any rank may find the user's mistake: all ranks raise it, or none.
+
+    Ranks meet at its end: all must enter it, and none may use a collective inside.
+    """
+    found = None
+    try:
+        yield
+    except UserError as error:
+        found = str(error)
+    for message in gather(found, launch):
+        if message is not None:
+            raise UserError(message)
+
+
+# ------------------------------------------------------------------------------------------
+# Faults and signals
+# ------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -545,34 +587,19 @@ def one_clear_ending(where: Where) -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         place = f"rank {rank}, update {where.step}, {where.phase}"
-        if not peer_is_gone(error):
+        network = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+        if not network and not ("gloo" in str(error) and "peer" in str(error)):
             print(f"{place}: failed", file=sys.stderr, flush=True)
             raise
         time.sleep(PEER_LOSS_GRACE_S)
         print(
             f"{place}: lost contact with another rank, whose own message or the launcher's summary "
-            "names the cause",
-            file=sys.stderr, flush=True,
+            "names the cause", file=sys.stderr, flush=True,
         )  # fmt: skip
         sys.exit(1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def prevent_restart() -> None:
-    """Tells torchrun to end the job: with --max-restarts it would repeat the same mistake."""
-    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if limit.isdecimal() and int(limit) > 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-def peer_is_gone(error: Exception) -> bool:
-    """Whether a collective failed because another rank left, rather than by our own fault."""
-    network = (dist.DistBackendError, dist.DistNetworkError)
-    return isinstance(error, network) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error) and "peer" in str(error)
-    )
 
 
 def write_launcher_error(message: str) -> None:
@@ -584,24 +611,11 @@ def write_launcher_error(message: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-@contextlib.contextmanager
-def together(launch: Launch) -> Iterator[None]:
-    """A block in which any rank may find the user's mistake: all ranks raise it, or none.
-
-    Ranks meet: all must enter it, and none may use a collective inside.
-    """
-    found = None
-    try:
-        yield
-    except RunError as error:
-        found = error
-    everyone = [found]
-    if launch.world_size > 1:
-        everyone = [None] * launch.world_size
-        dist.all_gather_object(everyone, found)
-    for error in everyone:
-        if error is not None:
-            raise error
+def prevent_restart() -> None:
+    """Tells torchrun to end the job: with --max-restarts it would repeat the same mistake."""
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if limit.isdecimal() and int(limit) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 class StopRequest:
@@ -634,15 +648,14 @@ class StopRequest:
     def _listen(self) -> None:
         first = math.inf
         while received := self.listener.recv(1):
-            if received[0] not in self.old_handlers:
-                continue
-            if time.monotonic() - first > 1:
-                os._exit(128 + received[0])
-            if not self.number:
-                self.number, first = received[0], time.monotonic()
+            if received[0] in (signal.SIGINT, signal.SIGTERM):
+                if time.monotonic() - first > 1:
+                    os._exit(128 + received[0])
+                if not self.number:
+                    self.number, first = received[0], time.monotonic()
 
 
-def ignore_signals(_: int = 0) -> None:
+def ignore_signals(_: int) -> None:
     """For loader workers: a signal to the whole process group is for the rank to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -660,11 +673,10 @@ class Watchdog:
         self.launch, self.main, self.over = launch, threading.get_ident(), threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> None:
         if self.launch.world_size > 1:
             self.launch.where.enter("begin")
             self.thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
@@ -672,7 +684,8 @@ class Watchdog:
             self.thread.join()
 
     def _watch(self) -> None:
-        rank, where, notes = self.launch.rank, self.launch.where, []
+        rank, where, notes = str(self.launch.rank), self.launch.where, []
+        ranks = [str(r) for r in range(self.launch.world_size)]
         try:
             # A connection of its own: the one of the process group may be waiting.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -680,16 +693,15 @@ class Watchdog:
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"watchdog/{restart}", store)
             for beat in itertools.count():
-                note = [beat, where.step, where.phase, where.meets]
-                store.set(str(rank), json.dumps(note))
+                store.set(rank, json.dumps([beat, where.step, where.phase, where.meets]))
                 if time.monotonic() - where.since > TIMEOUT_S:
                     store.set("hang", "")
                 if store.check(["hang"]):
-                    notes.append(self._read(store))
-                    if len(notes) == 1:
-                        frame = sys._current_frames()[self.main]
-                        stack = "".join(traceback.format_stack(frame))
-                        print(f"stack of rank {rank}:\n{stack}", file=sys.stderr, flush=True)
+                    if not notes:
+                        stack = traceback.format_stack(sys._current_frames()[self.main])
+                        print(f"stack of rank {rank}:", *stack, file=sys.stderr, flush=True)
+                    known = [json.loads(store.get(r)) if store.check([r]) else None for r in ranks]
+                    notes.append([note or [-1, 0, "?", False] for note in known])
                     if len(notes) == 4:
                         break
                 if self.over.wait(1):
@@ -698,26 +710,17 @@ class Watchdog:
             return
         self._end(notes[0], notes[-1])
 
-    def _read(self, store: dist.Store) -> list[list]:
-        """The latest note of every rank: beat, step, phase, whether it waits for others."""
-        ranks = map(str, range(self.launch.world_size))
-        return [json.loads(store.get(r)) if store.check([r]) else [-1, 0, "?", 0] for r in ranks]
-
     def _end(self, before: list[list], after: list[list]) -> None:
-        silent = [r for r in range(len(after)) if after[r][0] == before[r][0]]
-        steps = [step for _, step, _, _ in after]
-        behind = [
-            r for r, (_, step, _, waits) in enumerate(after) if step < max(steps) or not waits
-        ]
-        missing = silent or behind
-        places = [f"rank {r} at update {n[1]}, {n[2]}" for r, n in enumerate(after)]
-        for r in silent:
-            places[r] += " (does not answer)"
-        verdict = (
-            f"no progress for {TIMEOUT_S} s; missing: "
-            f"{', '.join(f'rank {r}' for r in missing) or 'none, all wait'} ({'; '.join(places)})"
+        silent = [r for r, (old, new) in enumerate(zip(before, after)) if new[0] == old[0]]
+        newest = max(step for _, step, _, _ in after)
+        behind = [r for r, (_, step, _, meets) in enumerate(after) if step < newest or not meets]
+        places = ", ".join(
+            f"rank {r} at update {step}, {phase}" + " (does not answer)" * (r in silent)
+            for r, (_, step, phase, _) in enumerate(after)
         )
-        if self.launch.rank == min(set(range(len(after))) - set(silent), default=self.launch.rank):
+        missing = ", ".join(f"rank {r}" for r in silent or behind) or "none, all wait"
+        verdict = f"no progress for {TIMEOUT_S:g} s; missing: {missing} ({places})"
+        if self.launch.rank == min(r for r in range(len(after)) if r not in silent):
             print(f"error: {verdict}", file=sys.stderr, flush=True)
         write_launcher_error(verdict)
         os._exit(1)
@@ -804,11 +807,12 @@ class Lines(Sequence[str]):
 
     Only the offsets of first and last byte are held (uint32 below 4 GiB: 8 bytes a sample); the
     text is cut out of the map when it is asked for. Lines end in LF or CRLF, blank ones are
-    skipped and counted in `blank`. With `jsonl`, a sample is the "text" of a JSON object.
+    skipped and counted in `blank`. With `jsonl`, a sample is the "text" of a JSON object, or with
+    `chat` too the list under "messages".
     """
 
-    def __init__(self, corpus: Corpus, jsonl: bool = False) -> None:
-        self.corpus, self.jsonl, self.blank = corpus, jsonl, 0
+    def __init__(self, corpus: Corpus, jsonl: bool = False, chat: bool = False) -> None:
+        self.corpus, self.jsonl, self.chat, self.blank = corpus, jsonl, chat, 0
         offsets = "I" if len(corpus.data) < 2**32 else "Q"
         starts, ends = array.array(offsets), array.array(offsets)
         open_since, has_text = corpus.begin, False  # the line that the last piece left open
@@ -846,15 +850,18 @@ class Lines(Sequence[str]):
     def _check_jsonl(self) -> None:
         """Parses every line once, so that a bad one is found now and not after an hour."""
         sizes = np.zeros(len(self), dtype=np.uint32)
+        wanted = '{"text": "..."}' + (' or {"messages": [...]}' if self.chat else "")
         for i in range(len(self)):
             try:
-                sizes[i] = len(self[i].encode("utf-8"))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                sample = self[i]
+                if not isinstance(sample, str):
+                    sample = "".join(f"{m['role']}{m['content']}" for m in sample)
+                sizes[i] = len(sample.encode("utf-8"))
+            except (ValueError, KeyError, TypeError) as error:
                 line = self.corpus.buffer[: self.starts[i]].count(b"\n") + 1
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "bad text"
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "another shape"
                 raise UserError(
-                    f'{self.corpus.name}, line {line}: not a JSON object like {{"text": "..."}} '
-                    f"({reason})"
+                    f"{self.corpus.name}, line {line}: not a JSON object like {wanted} ({reason})"
                 ) from None
         self.starts, self.ends = self.starts[sizes > 0], self.ends[sizes > 0]
         self.blank += int((sizes == 0).sum())
@@ -863,9 +870,12 @@ class Lines(Sequence[str]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> str | list[dict]:
         raw = self.corpus.buffer[int(self.starts[index]) : int(self.ends[index])]
-        return json.loads(raw)["text"] if self.jsonl else raw.decode("utf-8")
+        if not self.jsonl:
+            return raw.decode("utf-8")
+        content = json.loads(raw)
+        return content["messages"] if self.chat and "messages" in content else content["text"]
 
     def sizes(self, ids: slice | np.ndarray) -> np.ndarray:
         """UTF-8 bytes of the samples `ids`, int64."""
@@ -896,6 +906,9 @@ class Document:
 
     def __len__(self) -> int:
         return self.length
+
+    def text(self, begin: int, end: int) -> str:
+        return self.read(begin, end).astype(np.uint8).tobytes().decode("utf-8", errors="ignore")
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` up to `end` (exclusive), uint16."""
@@ -1051,61 +1064,76 @@ class Data:
     validation: Dataset
     summary: str
     identity: str  # length and checksum of the text
+    chat: bool = False  # some samples are conversations
 
 
-def build_data(settings: argparse.Namespace) -> Data:
-    """Reads the corpus and splits it. Raises `UserError` for anything that cannot be trained on.
+def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
+    """Reads the corpus and splits it: into bytes, or into the tokens of a `tokenizer`.
 
-    Every rank does the same and gets the same; nothing here depends on the rank.
+    Every rank does the same and gets the same; nothing here depends on the rank. Raises
+    `UserError` for anything that cannot be trained on.
     """
     s = settings
     corpus = Corpus(s.corpus_file or builtin_text(s.builtin))
     if s.corpus_format == "document":
-        document = Document(corpus)
-        cut = len(document) - round(len(document) * s.val_fraction)
-        train = TokenWindows(DocumentPart(document, 0, cut), s.seq_len)
-        validation = TokenWindows(DocumentPart(document, cut, len(document)), s.seq_len)
-        summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
-        if not len(train):
-            raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
-        return Data(train, validation, summary, corpus.identity())
-
-    texts = Lines(corpus, jsonl=s.corpus_format == "jsonl")
+        return document_data(corpus, s, tokenizer)
+    texts = Lines(corpus, jsonl=s.corpus_format == "jsonl", chat=tokenizer is not None)
     if not len(texts):
         raise UserError(
             f"{corpus.name} holds no samples: {len(corpus.data)} bytes, {texts.blank} blank lines"
         )
-    overlong, cut_off, dropped = 0, 0, np.zeros(0, dtype=np.int64)
-    for begin in range(0, len(texts), CHUNK):
+    dropped, counts = np.zeros(0, dtype=np.int64), Counter()
+    for begin in () if tokenizer else range(0, len(texts), CHUNK):
         tokens = texts.sizes(slice(begin, begin + CHUNK)) + 1
         long = np.flatnonzero(tokens > s.seq_len)
-        overlong += len(long)
-        cut_off += int((tokens[long] - s.seq_len).sum())
+        counts["overlong"] += len(long)
+        counts["lost"] += int((tokens[long] - (s.overlong == "truncate") * s.seq_len).sum())
         if s.overlong == "drop":
             dropped = np.concatenate((dropped, long + begin))
-            cut_off += len(long) * s.seq_len  # a dropped sample loses all its tokens
     kept = Without(len(texts), dropped)
-    if not len(kept):
-        raise UserError(
-            f"all {len(texts)} samples are longer than --seq-len {s.seq_len} tokens; "
-            "raise it, or use --overlong split"
-        )
     held_out = kept[hold_out(len(kept), s.val_fraction, s.seed)]
     parts = [Without(len(texts), np.union1d(dropped, held_out)), held_out]
-    if s.pack:
-        train, validation = (TokenWindows(JoinedSamples(texts, p), s.seq_len) for p in parts)
+    if tokenizer:
+        sets = [TokenizedSamples(map(IndexedTextDataset(texts, part).__getitem__, range(len(part))),
+                                 tokenizer, s, counts) for part in parts]  # fmt: skip
+    elif s.pack:
+        sets = [TokenWindows(JoinedSamples(texts, part), s.seq_len) for part in parts]
     elif s.overlong == "split":
-        train, validation = (TokenWindows(SeparateSamples(texts, p), s.seq_len) for p in parts)
+        sets = [TokenWindows(SeparateSamples(texts, part), s.seq_len) for part in parts]
     else:
-        train, validation = (IndexedTextDataset(texts, p) for p in parts)
-    done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
+        sets = [IndexedTextDataset(texts, part) for part in parts]
+    if not len(sets[0]):
+        raise UserError(
+            f"none of the {len(texts)} samples can be trained on: {counts['overlong']} are longer "
+            f"than --seq-len {s.seq_len} tokens, {counts['unlabelled']} have no token to predict"
+        )
     summary = (
         f"{len(texts):,} samples, {len(held_out):,} held out, {texts.blank:,} blank lines skipped"
     )
-    if overlong and not s.pack:
-        summary += f"; {overlong:,} samples longer than {s.seq_len} tokens {done}"
-        summary += "" if s.overlong == "split" else f" ({cut_off:,} tokens lost)"
-    return Data(train, validation, summary, corpus.identity())
+    if counts["overlong"] and not (s.pack and not tokenizer):
+        done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
+        summary += f"; {counts['overlong']:,} longer than {s.seq_len} tokens {done}"
+        summary += "" if s.overlong == "split" else f" ({counts['lost']:,} tokens lost)"
+    if counts["unlabelled"]:
+        summary += f"; {counts['unlabelled']:,} without a token to predict left out"
+    return Data(*sets, summary, corpus.identity(), chat=counts["chats"] > 0)
+
+
+def document_data(corpus: Corpus, settings: argparse.Namespace, tokenizer: Any) -> Data:
+    """A running text in full windows; its tail is held out."""
+    s, document = settings, Document(corpus)
+    cut = len(document) - round(len(document) * s.val_fraction)
+    parts = [(0, cut), (cut, len(document))]
+    if tokenizer:
+        texts = [document.text(*part) if part[0] < part[1] else "" for part in parts]
+        sets = [TokenizedSamples([(i, t)] if t else [], tokenizer, s, Counter())
+                for i, t in enumerate(texts)]  # fmt: skip
+    else:
+        sets = [TokenWindows(DocumentPart(document, *part), s.seq_len) for part in parts]
+    if not len(sets[0]):
+        raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
+    summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
+    return Data(*sets, summary, corpus.identity())
 
 
 def builtin_text(name: str) -> bytes:
@@ -1170,7 +1198,7 @@ class ShardSampler(EpochSampler, DistributedSampler):
 
 
 # ------------------------------------------------------------------------------------------
-# Collator
+# Collators
 # ------------------------------------------------------------------------------------------
 
 
@@ -1201,8 +1229,178 @@ def valid_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORE).sum())
 
 
+def tokenize(tokenizer: Any, content: str | list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """One sample as token ids and labels, both int64 [T].
+
+    Of a text, every token is learned, and the EOS behind it. Of a conversation, rendered by the
+    tokenizer's chat template, only what the assistant says, up to its end-of-turn token.
+    """
+    if isinstance(content, str):
+        ids = tokenizer(content, verbose=False)["input_ids"]
+        if not ids or ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+        return np.array(ids), np.array(ids)
+    text, answers = render_chat(tokenizer, content)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = np.array(encoded["input_ids"])
+    begin, end = np.array(encoded["offset_mapping"]).T
+    labels = np.full(len(ids), IGNORE)
+    for first, last in answers:
+        inside = np.flatnonzero((first <= begin) & (begin < end) & (end <= last))
+        ends = inside[np.isin(ids[inside], tokenizer.all_special_ids)]
+        if len(ends):  # what a template puts behind the end-of-turn token is no answer
+            inside = inside[inside <= ends[-1]]
+        labels[inside] = ids[inside]
+    return ids, labels
+
+
+def render_chat(tokenizer: Any, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as text, and the spans of characters that the assistant wrote.
+
+    Few templates mark the assistant's part. But an answer is what rendering the conversation
+    *with* it adds to rendering it *without* it, generation prompt included.
+    """
+
+    def render(upto: int, prompt: bool) -> str:
+        return tokenizer.apply_chat_template(
+            messages[:upto], tokenize=False, add_generation_prompt=prompt
+        )
+
+    if not tokenizer.chat_template:
+        raise UserError("chat data needs a tokenizer with a chat template: an -Instruct model")
+    try:
+        text, answers = render(len(messages), False), []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = render(i, True), render(i + 1, False)
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise UserError(
+                        f"the chat template rewrites what stands before message {i + 1}, so its "
+                        "answer cannot be found; use a template that only appends"
+                    )
+                answers.append((len(before), len(after)))
+    except UserError:
+        raise
+    except Exception as error:  # of the template language, for a role it does not know
+        raise UserError(f"the chat template refuses a conversation: {reason_of(error)}") from None
+    return text, answers
+
+
+def fit(ids: np.ndarray, labels: np.ndarray, settings: argparse.Namespace, counts: Counter) -> list:
+    """Cuts a sample to --seq-len: a list of none, one or several (ids, labels).
+
+    Pieces of a split sample overlap by one token, so that each token is predicted once. A piece
+    that predicts nothing is left out. `counts` notes what was done.
+    """
+    length, overlong = settings.seq_len, settings.overlong
+    starts: Sequence[int] = [0]
+    if len(ids) > length:
+        counts["overlong"] += 1
+        counts["lost"] += len(ids) - length * (overlong == "truncate")
+        starts = {"truncate": [0], "drop": [], "split": range(0, len(ids) - 1, length - 1)}[
+            overlong
+        ]
+    pieces = [(ids[i : i + length], labels[i : i + length]) for i in starts]
+    kept = [piece for piece in pieces if (piece[1][1:] != IGNORE).any()]
+    counts["unlabelled"] += len(pieces) - len(kept)
+    return kept
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs samples into windows: for each window, the numbers of its samples.
+
+    Best fit, longest first: each sample goes into the fullest window that still takes it. Bit k of
+    `free` says that some window has k tokens left, so the best window is one shift and one lowest
+    bit away.
+    """
+    windows: list[list[int]] = []
+    with_room: dict[int, list[list[int]]] = {}
+    free = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if fitting := free >> lengths[i]:
+            room = lengths[i] + (fitting & -fitting).bit_length() - 1
+            window = with_room[room].pop()
+            if not with_room[room]:
+                free &= ~(1 << room)
+        else:
+            room, window = capacity, []
+            windows.append(window)
+        window.append(i)
+        room -= lengths[i]
+        with_room.setdefault(room, []).append(window)
+        free |= 1 << room
+    return windows
+
+
+class TokenizedSamples(Dataset):
+    """Samples as tokens; item `i` is `(record_id, pieces)`, a piece being (ids, labels).
+
+    One piece an item, or with --pack as many as fill a window.
+    """
+
+    def __init__(
+        self, samples: Any, tokenizer: Any, settings: argparse.Namespace, counts: Counter
+    ) -> None:
+        records, pieces = [], []
+        for record_id, content in samples:
+            counts["chats"] += not isinstance(content, str)
+            for piece in fit(*tokenize(tokenizer, content), settings, counts):
+                records.append(record_id)
+                pieces.append(piece)
+        windows: Sequence[Sequence[int]] = [[i] for i in range(len(pieces))]
+        if settings.pack:
+            windows = best_fit([len(ids) for ids, _ in pieces], settings.seq_len)
+        self.items = [(records[w[0]], [pieces[i] for i in w]) for w in windows]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[int, list]:
+        return self.items[index]
+
+
+def qwen_collator(tokenizer: Any, settings: argparse.Namespace) -> Callable:
+    """The collate function of a causal model: a closure over its tokenizer."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def collate_fn(items: Sequence[tuple[int, Any]]) -> dict:
+        """(record_id, text, conversation or pieces) pairs as one batch, padded to its longest.
+
+        Returns input_ids, labels (−100 at padding, which is told by length: PAD may be EOS),
+        attention_mask (1 at tokens) and record_ids; with --pack, instead of the mask, position_ids
+        that restart at 0 with every piece. All int64 [B, T] but record_ids [B]. No items give one
+        row that predicts nothing.
+        """
+        rows = []
+        for _, content in items:
+            if isinstance(content, str) or isinstance(content[0], dict):
+                content = fit(*tokenize(tokenizer, content), settings, Counter())
+            rows.append(content)
+        nothing = [(np.array([pad, pad]), np.full(2, IGNORE))]
+        rows = [row or nothing for row in rows] or [nothing]
+        shape = len(rows), max(sum(len(ids) for ids, _ in row) for row in rows)
+        input_ids, labels = torch.full(shape, pad), torch.full(shape, IGNORE)
+        mask, positions = torch.zeros(shape, dtype=torch.int64), torch.arange(shape[1])
+        positions = positions.repeat(shape[0], 1)
+        for row, pieces in enumerate(rows):
+            at = 0
+            for ids, piece_labels in pieces:
+                end = at + len(ids)
+                input_ids[row, at:end] = torch.from_numpy(ids)
+                # The first token of a piece has nothing before it to be predicted from.
+                labels[row, at + 1 : end] = torch.from_numpy(piece_labels[1:])
+                mask[row, at:end] = 1
+                positions[row, end:] = torch.arange(shape[1] - end)  # the next piece, or padding
+                at = end
+        context = {"position_ids": positions} if settings.pack else {"attention_mask": mask}
+        record_ids = torch.tensor([record_id for record_id, _ in items] or [-1])
+        return {"input_ids": input_ids, "labels": labels, **context, "record_ids": record_ids}
+
+    return collate_fn
+
+
 # ------------------------------------------------------------------------------------------
-# Model
+# Models
 # ------------------------------------------------------------------------------------------
 
 
@@ -1272,25 +1470,198 @@ class TinyCausalTransformer(nn.Module):
         return losses.sum(dtype=exact(losses)) / (targets != IGNORE).sum().clamp(min=1)
 
 
+class FrozenHeadLoss(torch.autograd.Function):
+    """Sum of the cross-entropies of softmax(h Wᵀ + b), without the [N, V] logits.
+
+    With z = h Wᵀ + b, p = softmax(z) and target t, the loss is logsumexp(z) − z_t and its gradient
+    by h is p W − W_t. The head is frozen, so no other gradient is asked for, and the forward pass
+    can finish this one while the logits of a chunk exist: the largest tensor is [CHUNK, V].
+    """
+
+    CHUNK = 256  # rows
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor):
+        """hidden [N, D], head [D → V], targets int64 [N] → float32 scalar."""
+        weight, bias = head.weight, head.bias
+        total = torch.zeros((), device=hidden.device)
+        gradient = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+        buffer = weight.new_empty(min(FrozenHeadLoss.CHUNK, len(hidden)), len(weight))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for at in range(0, len(hidden), FrozenHeadLoss.CHUNK):
+                rows = hidden[at : at + FrozenHeadLoss.CHUNK].to(weight.dtype)  # (C, D)
+                target = targets[at : at + FrozenHeadLoss.CHUNK, None]  # (C, 1)
+                logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])  # (C, V)
+                if bias is not None:
+                    logits += bias
+                logits = logits.float()  # fp32: no copy, all that follows is in place
+                top = logits.amax(1, keepdim=True)
+                chosen = logits.gather(1, target)
+                normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)  # logits is now e^(z-top)
+                total += (normalizer.log() + top - chosen).sum()
+                part = gradient[at : at + FrozenHeadLoss.CHUNK]
+                part.copy_(torch.mm(logits.to(weight.dtype), weight)).div_(normalizer)  # p W
+                part.sub_(weight[target[:, 0]])  # − W_t
+        ctx.save_for_backward(gradient)
+        ctx.dtype = hidden.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, by_total: torch.Tensor):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * by_total).to(ctx.dtype), None, None
+
+
+class CausalLMWithLoss(nn.Module):
+    """A PEFT model whose forward pass returns the mean loss of its batch: the module DDP wraps.
+
+    Of a padded batch, the real tokens are moved into one row with positions that restart, so that
+    nothing is computed for padding, as long as that row is short: attention grows with its square.
+    """
+
+    FLATTEN_UP_TO = 1024  # tokens
+
+    def __init__(self, peft_model: Any) -> None:
+        super().__init__()
+        self.model = peft_model
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None, position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """int64 [B, T] each → mean cross-entropy in nats over labels[:, 1:], 0 without any.
+
+        Either the mask is given, or positions that restart at 0 with every sample: transformers
+        then lets the samples of a row attend to themselves only.
+        """
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # position t predicts token t + 1
+        if attention_mask is not None:
+            real = attention_mask.bool()
+            if real.all():
+                attention_mask = None  # SDPA has a faster path for a plain causal mask
+            elif 0 < int(real.sum()) <= self.FLATTEN_UP_TO:
+                position_ids = (real.cumsum(1) - 1)[real][None]  # (1, tokens)
+                input_ids, targets = input_ids[real][None], targets[real][None]
+                attention_mask = None
+        causal = self.model.get_base_model()  # the adapters sit inside it
+        hidden = causal.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            use_cache=False,  # with a cache, positions that restart would not separate samples
+        ).last_hidden_state  # (B, T, D)  # fmt: skip
+        learned = targets != IGNORE
+        total = FrozenHeadLoss.apply(
+            hidden[learned], causal.get_output_embeddings(), targets[learned]
+        )
+        return total.to(exact(total)) / learned.sum().clamp(min=1)
+
+
+def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
+    """The base model and its tokenizer, from a local folder or by id from the hub.
+
+    Runs no code from the model's repository. Raises `UserError` for whatever keeps it from being
+    a causal model that can be used here.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning when workers fork
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    name, folder = settings.base_model, Path(settings.base_model).expanduser()
+    trouble, local = f"--base-model {name}", folder.is_dir()
+    remedy = "; a folder that save_pretrained wrote needs no network: --base-model FOLDER"
+    if local and not (folder / "config.json").is_file():
+        raise UserError(f"{trouble}: the folder has no config.json{remedy}")
+    if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        raise UserError(f"{trouble}: no such folder{remedy}")
+    name = str(folder.resolve()) if local else name  # adapter_config.json keeps it: absolute
+    options = {"local_files_only": local, "trust_remote_code": False}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtypes[settings.precision], attn_implementation="sdpa",
+            output_loading_info=True, **options,
+        )  # fmt: skip
+    except Exception as error:  # of the hub, the disk, the parser: one line for any of them
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{trouble}: {type(error).__name__}: {reason}{remedy}") from None
+    if report["missing_keys"]:  # transformers would go on with random values
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise UserError(f"{trouble}: the files lack the weights {missing}{remedy}")
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise UserError(f"{trouble}: it needs a fast tokenizer with an EOS token")
+    with torch.no_grad():  # what a causal model says of the first token cannot know the second
+        one, other = model(torch.tensor([[1, 2], [1, 3]]), use_cache=False).logits[:, 0]
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3):
+        raise UserError(f"{trouble}: {type(model).__name__} is not a causal model")
+    return model, tokenizer
+
+
+def add_lora(model: Any, settings: argparse.Namespace) -> Any:
+    """Freezes the base and adds adapters in fp32 (Hu et al. 2021) to the Linear layers named."""
+    from peft import LoraConfig, get_peft_model
+
+    embeddings = (model.get_output_embeddings(), model.get_input_embeddings())
+    linear = {
+        name.rpartition(".")[2] for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in embeddings
+    }  # fmt: skip
+    targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
+    wrong = [name for name in targets if name not in linear]
+    if wrong or not targets:  # PEFT overlooks a wrong name beside a right one
+        raise UserError(
+            f"--lora-targets: no Linear layer is called {', '.join(wrong) or '(nothing)'}; this "
+            f"model has {', '.join(sorted(linear))}"
+        )
+    config = LoraConfig(
+        r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
+        target_modules=targets, bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    with warnings.catch_warnings():  # PEFT asks transformers by a name that is on its way out
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+        )
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=True)
+    if settings.gradient_checkpointing:
+        # Not reentrant: DDP then sees each gradient once, and frozen embeddings may come first.
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its newer name
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return peft_model
+
+
 def exact(like: torch.Tensor) -> torch.dtype:
     """The type that sums of losses are kept in: float64, which only Metal GPUs lack."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of all that is trained, in name order."""
+    return sorted((n, p) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def frozen_checksum(model: nn.Module) -> str:
+    """CRC-32 over the frozen weights in name order."""
+    crc32 = 0
+    for _, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad:
+            values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+            crc32 = zlib.crc32(values.numpy(), crc32)
+    return f"{crc32:08x}"
+
+
 def parameter_digest(model: nn.Module) -> str:
     """sha256 of the trained parameters in name order: each name, then its values' bytes."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad:
-            digest.update(name.encode("utf-8"))
-            values = parameter.detach().cpu().contiguous()
-            digest.update(values.view(torch.uint8).numpy().tobytes())
+    for name, parameter in trained_parameters(model):
+        digest.update(name.encode("utf-8"))
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.optim.AdamW:
     """AdamW over the trained parameters; weight decay on matrices only."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [parameter for _, parameter in trained_parameters(model)]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -1516,13 +1887,46 @@ def generate(
     return bytes(tokens[begin:]).decode("utf-8", errors="replace")
 
 
+@torch.no_grad()
+def qwen_answer(
+    peft_model: Any, tokenizer: Any, prompt: str, chat: bool, base: bool = False, length: int = 48
+) -> str:
+    """A greedy continuation by up to `length` tokens, or with `chat` the answer to the prompt.
+
+    With `base`, the adapter is switched off: what the model said before it was trained.
+    """
+    if chat:
+        turn = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat)
+    was_training, ends = peft_model.training, end_tokens(tokenizer, chat)
+    peft_model.eval()
+    with peft_model.disable_adapter() if base else contextlib.nullcontext():
+        tokens = peft_model.generate(
+            **inputs.to(peft_model.device), max_new_tokens=length, do_sample=False,
+            eos_token_id=ends, pad_token_id=ends[0],
+        )  # fmt: skip
+    peft_model.train(was_training)
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
+    """The tokens that end a text after this training: EOS, or what closes a turn."""
+    ends = {tokenizer.eos_token_id}
+    if chat:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        labels = tokenize(tokenizer, turns)[1]
+        ends.add(int(labels[labels != IGNORE][-1]))
+    return sorted(ends)
+
+
 # ------------------------------------------------------------------------------------------
-# Checkpoints and files
+# Files and checkpoints
 # ------------------------------------------------------------------------------------------
 
 ARTIFACTS = (
-    "run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "tensorboard",
-    "checkpoints",
+    "run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "adapter", "merged",
+    "tensorboard", "checkpoints",
 )  # fmt: skip
 
 
@@ -1561,10 +1965,9 @@ def flush_folder(folder: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what went wrong."""
-    return (
-        getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    )
+    """What went wrong, in one line."""
+    text = " ".join(str(error).split())[:300]
+    return getattr(error, "strerror", None) or text or type(error).__name__
 
 
 class Checksum:
@@ -1639,11 +2042,8 @@ class CheckpointWriter:
 
     def _write(self, state: dict, manifest: dict) -> None:
         final = self.folder / "checkpoints" / f"step-{manifest['step']:08d}"
-        partial = final.with_name(f".{final.name}.partial")
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
 
+        def write(partial: Path) -> None:
             def write_state(file: Any) -> None:
                 counted = Checksum(file)
                 torch.save(state, counted)
@@ -1651,16 +2051,9 @@ class CheckpointWriter:
 
             write_file(partial / "state.pt", write_state)
             write_json(partial / "manifest.json", manifest)
-            if final.exists():  # a damaged one, which the run went back behind
-                discard(final)
-            partial.rename(final)
-            flush_folder(final.parent)
-        except OSError as error:
-            raise WriteError(f"cannot write {final}: {reason_of(error)}") from None
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        checkpoints = complete_checkpoints(self.folder)
-        for path in superseded(checkpoints, self.keep):
+
+        write_folder(final, write)
+        for path in superseded(complete_checkpoints(self.folder), self.keep):
             discard(path)
         if self.mirror:
             self.mirror.put_checkpoint(self.folder, final, self.keep)
@@ -1780,8 +2173,7 @@ def saved_settings(source: str) -> dict:
         raise UserError(f"--resume {source}: no run with a run.json: {reason_of(error)}") from None
     for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "threads"):
         saved.pop(name, None)
-    for name in ("corpus_file",):
-        saved[name] = Path(saved[name]) if saved.get(name) else None
+    saved["corpus_file"] = Path(saved["corpus_file"]) if saved.get("corpus_file") else None
     return saved
 
 
@@ -1885,11 +2277,58 @@ def lock_file(path: Path) -> Any:
     return file
 
 
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder completely or not at all. Raises `WriteError`."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        write(beside)
+        if path.exists():
+            discard(path)
+        beside.rename(path)
+        flush_folder(path.parent)
+    except WriteError:
+        raise
+    except Exception as error:  # safetensors has kinds of its own
+        raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
 def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
     """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     content = {"config": model.config, "model": state}
     write_file(folder / "tiny_transformer.pt", lambda file: torch.save(content, file))
+
+
+def save_qwen(
+    peft_model: Any, tokenizer: Any, folder: Path, settings: argparse.Namespace, chat: bool
+) -> None:
+    """Writes `adapter/`, with the tokenizer beside it, and with --merge `merged/`.
+
+    The adapter holds nothing but LoRA tensors. For the merged model W + (alpha / r) B A is formed
+    in fp32 and then rounded; `peft_model` is used up by it.
+    """
+
+    def adapter(to: Path) -> None:
+        peft_model.save_pretrained(to, save_embedding_layers=False)  # the default asks the hub
+        tokenizer.save_pretrained(to)
+
+    def merged(to: Path) -> None:
+        dtype = peft_model.dtype
+        plain = peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
+        old = plain.generation_config.eos_token_id
+        ends = [] if old is None else old if isinstance(old, list) else [old]
+        new = [end for end in end_tokens(tokenizer, chat) if end not in ends]
+        plain.generation_config.eos_token_id = ends + new
+        plain.save_pretrained(to)
+        tokenizer.save_pretrained(to)
+
+    write_folder(folder / "adapter", adapter)
+    if settings.merge:
+        write_folder(folder / "merged", merged)
 
 
 def load_tiny(folder: Path) -> TinyCausalTransformer:
@@ -1925,42 +2364,53 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def estimated_bytes(parameters: int, settings: argparse.Namespace) -> int:
-    """Memory of the tiny model's training per rank, in bytes, on top of PyTorch itself.
+def tiny_bytes(parameters: int, settings: argparse.Namespace) -> int:
+    """Estimated memory of the tiny model's training per rank, beside PyTorch's own.
 
-    Weights, gradients and AdamW's two means: 16 bytes a parameter in fp32. Kept for the backward
-    pass, in fp32 values a token: 17 · d_model a layer (two norms, q, k, v, attention, its
-    projection, the feed-forward twice 4 · d_model, residuals; counted in PyTorch's layer), and
-    three times the 258 logits.
+    Weights, gradients and AdamW's two means: 16 bytes a parameter. Kept for the backward pass, in
+    fp32 values a token: 17 · d_model a layer (counted in PyTorch's layer: two norms, q, k, v, the
+    attention, its projection, twice the feed-forward's 4 · d_model, residuals), 4 · d_model around
+    them, and three times the 258 logits.
     """
     s = settings
     per_token = s.layers * 17 * s.d_model + 4 * s.d_model + 3 * VOCAB
     return 16 * parameters + 4 * s.batch_size * s.seq_len * per_token
 
 
-def print_header(
-    launch: Launch, settings: argparse.Namespace, data: Data, parameters: int, updates: int
-) -> None:
+def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace) -> int:
+    """The same for LoRA: base weights, 16 bytes a trained parameter, activations.
+
+    About 10 · hidden + 6 · intermediate values a token and layer are kept, in the precision of the
+    base; with --gradient-checkpointing hidden ones, and one layer's all. Fitted to the peak of
+    Qwen2.5-0.5B on windows of 4 × 256, where it holds within a few percent.
+    """
+    s, config = settings, model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    width = 2 if s.precision in ("bf16", "fp16") else 4
+    layer = 10 * config.hidden_size + 6 * config.intermediate_size
+    layers = config.num_hidden_layers
+    kept = layers * config.hidden_size + layer if s.gradient_checkpointing else layers * layer
+    head = FrozenHeadLoss.CHUNK * config.vocab_size * 4
+    return weights + 12 * parameters + width * s.batch_size * s.seq_len * kept + head
+
+
+def print_header(run: Run) -> None:
     """What will be trained on what, with every automatic choice and its reason."""
-    s, ranks = settings, launch.world_size
-    sequences = s.batch_size * s.grad_accum * ranks
+    launch, s, data, ranks = run.launch, run.settings, run.data, run.launch.world_size
+    sequences = global_batch(launch, s)
     an_epoch = math.ceil(len(data.train) / sequences)
     launch.say(f"torch {torch.__version__}, Python {platform.python_version()}, {sys.platform}")
-    for what, chosen, reason in launch.choices:
-        launch.say(f"{what:10} {chosen} ({reason})")
-    launch.say(f"{'corpus':10} {s.corpus_file or s.builtin}: {data.summary}")
-    launch.say(
-        f"{'split':10} {len(data.train):,} to train on, {len(data.validation):,} to validate"
-    )
-    launch.say(
-        f"{'batch':10} per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-        f"{sequences} sequences = {sequences * s.seq_len} tokens an update"
-    )
-    launch.say(f"{'steps':10} {updates} updates, {an_epoch} an epoch")
-    launch.say(f"{'model':10} {s.model}, {parameters:,} parameters trained, seed {s.seed}")
-    sent = f"{4 * parameters / 1e6:.2f} MB all-reduced an update" if ranks > 1 else "nothing sent"
-    estimate = estimated_bytes(parameters, s) / 1e6
-    launch.say(f"{'memory':10} about {estimate:.0f} MB a rank beside PyTorch's own; {sent}")
+    rows = [(what, f"{chosen} ({reason})") for what, chosen, reason in launch.choices]
+    rows += [
+        ("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"),
+        ("split", f"{len(data.train):,} windows to train on, {len(data.validation):,} to validate"),
+        ("batch", f"per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
+                  f"{sequences} sequences = {sequences * s.seq_len} tokens an update"),
+        ("steps", f"{run.updates} updates, {an_epoch} an epoch"),
+        *run.notes,
+    ]  # fmt: skip
+    for what, text in rows:
+        launch.say(f"{what:10} {text}")
 
 
 @dataclasses.dataclass
@@ -2014,7 +2464,7 @@ class RunLog:
     def say(self, text: str) -> None:
         if self.active:
             with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():
-                say(text)
+                self.launch.say(text)
 
     def restart_clock(self) -> None:
         self.mark = time.perf_counter()
@@ -2126,60 +2576,148 @@ def draw_loss_curve(rows: list[dict], path: Path) -> None:
     write_file(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
-def write_run_file(
-    launch: Launch, settings: argparse.Namespace, folder: Path, model: nn.Module, updates: int
-) -> None:
+def write_run_file(run: Run, folder: Path) -> None:
     """Writes `run.json`: settings as resolved, versions, parameters, choices and reasons."""
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    launch, settings = run.launch, run.settings
+    counts = [(p.numel(), p.requires_grad) for p in run.model.parameters()]
     given = {name: value for name, value in vars(settings).items() if name in DEFAULTS}
     content = {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in given.items()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "numpy": np.__version__, "platform": platform.platform()},
+                     "numpy": np.__version__, "platform": platform.platform()} | run.versions,
         "world_size": launch.world_size,
         "global_batch": global_batch(launch, settings),
-        "updates": updates,
+        "updates": run.updates,
         "parameters": {"total": sum(n for n, _ in counts),
                        "trained": sum(n for n, trained in counts if trained)},
         "choices": [dict(zip(("what", "chosen", "reason"), c)) for c in launch.choices],
         "launch": launch_id(),
+        "chat": run.data.chat,
     }  # fmt: skip
     write_json(folder / "run.json", content)
 
 
 # ------------------------------------------------------------------------------------------
-# The story
+# The trainer
 # ------------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """The loop, and all that it holds: model, optimizer, loaders, log, checkpoints.
+@dataclasses.dataclass
+class Run:
+    """What is trained on what: everything that differs between the tiny model and Qwen."""
 
-    `model` is `bare` in its DDP wrapper, or `bare` itself in a single process.
+    launch: Launch
+    settings: argparse.Namespace
+    data: Data
+    model: nn.Module  # forward(**batch) returns the mean loss
+    collate: Callable[[Sequence], dict]
+    sample: Callable[[], str]  # some generated text
+    save: Callable[[Path], None]  # writes the trained weights
+    notes: list[tuple[str, str]]  # rows of the header
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    frozen: str = ""  # checksum of the weights that must not change
+
+    @property
+    def updates(self) -> int:
+        """By --max-steps and --epochs, whichever ends first."""
+        s = self.settings
+        an_epoch = math.ceil(len(self.data.train) / global_batch(self.launch, s))
+        by_epochs = s.epochs * an_epoch if s.epochs else math.inf
+        return int(min(s.max_steps or math.inf, by_epochs))
+
+
+def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
+    """The tiny Transformer, with equal initial weights on all ranks, and its data."""
+    s = settings
+    with together(launch):
+        data = build_data(s)
+    torch.manual_seed(s.seed)
+    torch.backends.mha.set_fastpath_enabled(False)  # one forward for training and validation
+    model = TinyCausalTransformer(s.d_model, s.layers, s.heads, s.dropout, s.seq_len)
+    count = sum(p.numel() for p in model.parameters())
+    sent = (
+        f"{4 * count / 1e6:.2f} MB all-reduced an update" if launch.world_size > 1 else "none sent"
+    )
+    return Run(
+        launch, s, data, model.to(launch.device),
+        collate=functools.partial(tiny_collator, seq_len=s.seq_len),
+        sample=lambda: SAMPLE_PROMPT + generate(model, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed),
+        save=functools.partial(save_tiny, model),
+        notes=[
+            ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
+            ("gradients", sent),
+            ("memory", f"about {tiny_bytes(count, s) / 1e6:.0f} MB a rank beside PyTorch's own"),
+        ],
+    )  # fmt: skip
+
+
+def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
+    """A pretrained causal model with LoRA adapters, and its data. Ranks meet.
+
+    Rank 0 loads first, so that a download happens once; the others then find the files.
+    """
+    s = settings
+    for turn in (launch.rank == 0, launch.rank != 0):
+        with together(launch):
+            if turn:
+                base, tokenizer = load_base(s)
+    with together(launch):
+        data = build_data(s, tokenizer)
+        torch.manual_seed(s.seed)
+        peft_model = add_lora(base, s).to(launch.device)
+    model = CausalLMWithLoss(peft_model)
+    count = sum(p.numel() for _, p in trained_parameters(model))
+    total = sum(p.numel() for p in model.parameters())
+    frozen = frozen_checksum(model) if launch.rank == 0 else ""
+    import peft
+    import transformers
+
+    return Run(
+        launch, s, data, model,
+        collate=qwen_collator(tokenizer, s),
+        sample=lambda: qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, data.chat),
+        save=lambda folder: save_qwen(peft_model, tokenizer, folder, s, data.chat),
+        notes=[
+            ("model", f"{s.base_model}, {count:,} of {total:,} parameters trained "
+                      f"({count / total:.2%}), seed {s.seed}"),
+            ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update; full fine-tuning would "
+                          f"send {4 * (total - count) / 1e6:,.0f} MB"),
+            ("memory", f"about {qwen_bytes(base, count, s) / 1e6:,.0f} MB a rank beside PyTorch's "
+                       "own; lower --batch-size first"),
+            ("frozen", f"crc32 {frozen}; it must be the same at the end"),
+        ],
+        versions={"transformers": transformers.__version__, "peft": peft.__version__},
+        frozen=frozen,
+    )  # fmt: skip
+
+
+class Trainer:
+    """The loop, and all that it holds: optimizer, loaders, log, checkpoints.
+
+    `model` is `bare`, the model itself, in its DDP wrapper, or `bare` alone in a single process.
     """
 
-    def __init__(
-        self, launch: Launch, settings: argparse.Namespace, data: Data, bare: nn.Module,
-        collate: Callable, log: RunLog,
-    ) -> None:  # fmt: skip
-        self.launch, self.settings, self.data, self.bare = launch, settings, data, bare
-        self.log, self.progress = log, log.progress
-        rank, ranks, s = launch.rank, launch.world_size, settings
-        self.model: nn.Module = bare
+    def __init__(self, run: Run, log: RunLog) -> None:
+        self.run, self.log, self.progress = run, log, log.progress
+        launch, s, data = run.launch, run.settings, run.data
+        self.launch, self.settings = launch, s
+        rank, ranks = launch.rank, launch.world_size
+        self.model = self.bare = run.model
+        torch.manual_seed(s.seed + 1 + rank)  # other dropout masks on every rank
         if s.compile:
-            bare.compile()
+            self.bare.compile()
         self.sampler = EpochSampler(len(data.train), s.seed)
         if ranks > 1:
             # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
             self.model = DistributedDataParallel(
-                bare,
+                self.bare,
                 device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
             )
             self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
         # A loader draws from its own generator: the default one belongs to dropout.
         options = {
-            "batch_size": s.batch_size, "collate_fn": collate, "num_workers": s.num_workers,
+            "batch_size": s.batch_size, "collate_fn": run.collate, "num_workers": s.num_workers,
             "persistent_workers": s.num_workers > 0, "worker_init_fn": ignore_signals,
             "generator": torch.Generator(), "pin_memory": launch.device.type == "cuda",
         }  # fmt: skip
@@ -2187,7 +2725,7 @@ class Trainer:
         # Validation is shared out without repeats: ranks may get different numbers of samples.
         share = range(rank, len(data.validation), ranks)
         self.val_loader = DataLoader(data.validation, sampler=share, **options)
-        self.optimizer = build_optimizer(bare, s)
+        self.optimizer = build_optimizer(self.bare, s)
         self.scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
         self.writer = CheckpointWriter(log.folder, s) if launch.rank == 0 else None
 
@@ -2232,7 +2770,7 @@ class Trainer:
         last = progress.step == log.updates
         best_before = progress.best
         evaluate_now = last or (s.eval_every and progress.step % s.eval_every == 0)
-        if evaluate_now and progress.validated < progress.step and len(self.data.validation):
+        if evaluate_now and progress.validated < progress.step and len(self.run.data.validation):
             loss = evaluate(self.bare, self.val_loader, self.launch, s, stop)
             if loss is None:
                 stopped_by = stop.number
@@ -2240,8 +2778,7 @@ class Trainer:
                 log.validation(loss)
         if log.active and (last or (s.sample_every and progress.step % s.sample_every == 0)):
             self.launch.where.enter("sample")
-            sample = generate(self.bare, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed)
-            log.say(f"sample     {(SAMPLE_PROMPT + sample)!r}")
+            log.say(f"sample     {self.run.sample()!r}")
         if self.writer:
             self.writer.check()
         better = progress.best != best_before
@@ -2275,7 +2812,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "random": random,
             "progress": dataclasses.asdict(progress),
-            "corpus": self.data.identity,
+            "corpus": self.run.data.identity,
             "global_batch": global_batch(self.launch, self.settings),
         }
         validated = progress.validated == progress.step and progress.best is not None
@@ -2305,11 +2842,6 @@ class Trainer:
                 torch.cuda.set_rng_state(own_random["cuda"], self.launch.device)
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of all that is trained, in name order."""
-    return sorted((n, p) for n, p in model.named_parameters() if p.requires_grad)
-
-
 def to_cpu(value: Any) -> Any:
     """A copy on the CPU of all tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
@@ -2324,46 +2856,34 @@ def cuda_random_state(launch: Launch) -> dict:
     return {"cuda": torch.cuda.get_rng_state(launch.device)} if on_cuda else {}
 
 
-def gather(value: Any, launch: Launch) -> list:
-    """The values of all ranks, in rank order. Ranks meet."""
-    values = [value] * launch.world_size
-    if launch.world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
 def global_batch(launch: Launch, settings: argparse.Namespace) -> int:
     """Sequences in one update, over all ranks and micro-batches."""
     return settings.batch_size * settings.grad_accum * launch.world_size
 
 
-def resume_from(launch: Launch, settings: argparse.Namespace, data: Data, folder: Path) -> dict:
+def resume_from(run: Run, folder: Path) -> dict:
     """Reads the checkpoint on rank 0 and sends it to all, so that only rank 0 needs the files.
 
     Refuses another corpus, and a number of ranks that cannot keep the global batch; otherwise the
     batch per rank and the accumulation are set so that it is kept. Ranks meet.
     """
-    state: dict = {}
+    launch, s, state = run.launch, run.settings, {}
     with together(launch):
         if launch.rank == 0:
-            state, notes = read_state(settings, folder)
+            state, notes = read_state(s, folder)
             launch.say(f"{'resume':10} {notes}")
-    shared = [state]
-    if launch.world_size > 1:
-        dist.broadcast_object_list(shared)
-    state = shared[0]
-    if state["corpus"] != data.identity:
+    state = from_rank_0(state, launch)
+    if state["corpus"] != run.data.identity:
         raise UserError(
-            f"the interrupted run's corpus has {state['corpus']}, this one {data.identity}"
+            f"the interrupted run's corpus has {state['corpus']}, this one {run.data.identity}"
         )
-    s, ranks, wanted = settings, launch.world_size, state["global_batch"]
+    ranks, wanted = launch.world_size, state["global_batch"]
     if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
         per_rank = wanted // ranks
         s.batch_size = max(b for b in range(1, s.batch_size + 1) if per_rank % b == 0)
         s.grad_accum = per_rank // s.batch_size
-        launch.choose(
-            "batch", f"{s.batch_size} × accumulation {s.grad_accum}", f"keeps {wanted} an update"
-        )
+        chosen = f"{s.batch_size} × accumulation {s.grad_accum}"
+        launch.choose("batch", chosen, f"keeps the {wanted} sequences an update of the run")
     if global_batch(launch, s) != wanted:
         raise UserError(
             f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
@@ -2372,10 +2892,27 @@ def resume_from(launch: Launch, settings: argparse.Namespace, data: Data, folder
     return state
 
 
+# ------------------------------------------------------------------------------------------
+# The story
+# ------------------------------------------------------------------------------------------
+
+
 def continue_prompt(settings: argparse.Namespace) -> None:
-    """--generate: prints the prompt and its continuation by a finished run."""
-    model = load_tiny(Path(settings.resume))
-    say(settings.generate + generate(model, settings.generate, SAMPLE_LENGTH, settings.seed))
+    """--generate: what a finished run makes of the prompt; with LoRA, the base's answer too."""
+    s, folder = settings, Path(run_and_checkpoint(settings.resume)[0])
+    if s.model == "tiny":
+        print(s.generate + generate(load_tiny(folder), s.generate, SAMPLE_LENGTH, s.seed))
+        return
+    if not (folder / "adapter" / "adapter_config.json").is_file():
+        raise UserError(f"{folder} has no adapter/: it is not a finished qwen run")
+    s.precision = "fp32" if s.precision == "auto" else s.precision
+    base, tokenizer = load_base(s)
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base, str(folder / "adapter"))
+    chat = json.loads((folder / "run.json").read_text("utf-8")).get("chat", False)
+    for who, is_base in (("base", True), ("adapted", False)):
+        print(f"{who:8} {qwen_answer(model, tokenizer, s.generate, chat, is_base)}")
 
 
 def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
@@ -2384,23 +2921,6 @@ def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
     if len(set(digests)) > 1:
         raise RunError(f"ranks ended with different weights: {digests}")
     return digests[0]
-
-
-def number_of_updates(launch: Launch, settings: argparse.Namespace, data: Data) -> int:
-    """By --max-steps and --epochs, whichever ends first."""
-    an_epoch = math.ceil(len(data.train) / global_batch(launch, settings))
-    by_epochs = settings.epochs * an_epoch if settings.epochs else math.inf
-    return int(min(settings.max_steps or math.inf, by_epochs))
-
-
-def build_model(launch: Launch, settings: argparse.Namespace) -> nn.Module:
-    """The model on its device: equal initial weights on all ranks, other dropout masks."""
-    s = settings
-    torch.manual_seed(s.seed)
-    torch.backends.mha.set_fastpath_enabled(False)  # one forward for training and validation
-    model = TinyCausalTransformer(s.d_model, s.layers, s.heads, s.dropout, s.seq_len)
-    torch.manual_seed(s.seed + 1 + launch.rank)
-    return model.to(launch.device)
 
 
 @record
@@ -2419,36 +2939,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         choose_device(launch, settings)
         set_up(launch)
 
-        with together(launch):
-            data = build_data(settings)
-        bare = build_model(launch, settings)
-        folder, state = None, None
-        if not settings.dry_run:
-            folder = open_run_folder(launch, settings)
-        if settings.resume and not settings.dry_run:
-            state = resume_from(launch, settings, data, folder)
-        updates = number_of_updates(launch, settings, data)
-        trained = sum(p.numel() for _, p in trained_parameters(bare))
-        print_header(launch, settings, data, trained, updates)
+        run = (build_tiny if settings.model == "tiny" else build_qwen)(launch, settings)
         if settings.dry_run:
+            print_header(run)
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
+        folder = open_run_folder(launch, settings)
+        state = resume_from(run, folder) if settings.resume else None
+        print_header(run)
         if launch.rank == 0:
-            write_run_file(launch, settings, folder, bare, updates)
+            write_run_file(run, folder)
 
         progress = Progress(**state["progress"]) if state else Progress()
-        log = RunLog(launch, settings, folder, progress, updates)
-        collate = functools.partial(tiny_collator, seq_len=settings.seq_len)
-        trainer = Trainer(launch, settings, data, bare, collate, log)
+        log = RunLog(launch, settings, folder, progress, run.updates)
+        trainer = Trainer(run, log)
         if state:
             trainer.restore(state)
         with Watchdog(launch), StopRequest() as stop:
             trainer.fit(stop)
 
-        digest = same_digest_everywhere(bare, launch)
+        digest = same_digest_everywhere(run.model, launch)
         log.close()
         if launch.rank == 0:
-            save_tiny(bare, folder)
+            if run.frozen and frozen_checksum(run.model) != run.frozen:
+                raise RunError("the frozen weights have changed")
+            run.save(folder)
             trainer.writer.close(results=True)
             print_ending(log, digest)
         if launch.world_size > 1:
@@ -2459,16 +2974,18 @@ def print_ending(log: RunLog, digest: str) -> None:
     """The last lines of a run, on rank 0."""
     progress, ranks = log.progress, log.launch.world_size
     speed = progress.tokens / max(progress.seconds, 1e-9)
-    peak = peak_memory_bytes(log.launch.device) / 1e6
     final = [row["val_loss"] for row in log.rows if "val_loss" in row]
-    say(f"done       {log.updates} updates, {progress.tokens:,} tokens, {speed:,.0f} tokens/s")
+    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    lines = [
+        f"done       {log.updates} updates, {progress.tokens:,} tokens, {speed:,.0f} tokens/s",
+        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0",
+        f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""),
+        f"written to {log.folder}: {' '.join(written)}",
+    ]
     if final:
         best = f"best {progress.best:.4f} at update {progress.best_step}"
-        say(f"validation final {final[-1]:.4f}, {best}")
-    say(f"memory     peak {peak:.0f} MB on rank 0")
-    say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
-    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
-    say(f"written to {log.folder}: {' '.join(written)}")
+        lines.insert(1, f"validation final {final[-1]:.4f}, {best}")
+    log.launch.say("\n".join(lines))
 
 
 if __name__ == "__main__":
