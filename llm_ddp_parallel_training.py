@@ -52,6 +52,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -141,6 +142,10 @@ class WriteError(RunError):
 
 class Stopped(RunError):
     """A signal asked the run to end; the state is saved."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
 
 
 # ------------------------------------------------------------------------------------------
@@ -356,6 +361,8 @@ def check_settings(settings: argparse.Namespace) -> None:
         raise UserError("--generate PROMPT needs --resume RUN, the folder of a finished run")
     if s.generate == "":
         raise UserError("--generate needs a prompt of at least one character")
+    if qwen and s.num_workers and sys.platform != "linux":
+        raise UserError("--num-workers with --model qwen needs Linux, where processes can fork")
     for flag in ("merge", "gradient_checkpointing"):
         if getattr(s, flag) and not qwen:
             raise UserError(f"--{flag.replace('_', '-')} needs --model qwen")
@@ -583,7 +590,7 @@ def one_clear_ending(where: Where) -> Iterator[None]:
         sys.exit(error.status)
     except KeyboardInterrupt:
         if leader:
-            print("interrupted before the first update", file=sys.stderr, flush=True)
+            print("interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         place = f"rank {rank}, update {where.step}, {where.phase}"
@@ -2109,8 +2116,7 @@ class Mirror:
             self._put(folder / name, name)
         for file in ("state.pt", "manifest.json"):
             self._put(path / file, f"checkpoints/{path.name}/{file}")
-        there = [(Path(name), manifest) for name, manifest in self.checkpoints()]
-        for old in superseded(there, keep):
+        for old in superseded(self.checkpoints(), keep):
             for file in ("manifest.json", "state.pt"):
                 self._try(f"remove {old.name}", self.fs.rm, f"{self.root}/checkpoints/{old}/{file}")
 
@@ -2120,19 +2126,19 @@ class Mirror:
             if path.is_file() and not name.startswith(("checkpoints/", ".")):
                 self._put(path, name)
 
-    def checkpoints(self) -> list[tuple[str, dict]]:
+    def checkpoints(self) -> list[tuple[Path, dict]]:
         """(name, manifest) of the complete checkpoints there, newest first."""
         self.fs.invalidate_cache()
         found = []
         for path in sorted(self.fs.glob(f"{self.root}/checkpoints/step-*/manifest.json"))[::-1]:
             with contextlib.suppress(OSError, ValueError):
-                found.append((path.split("/")[-2], json.loads(self.fs.cat_file(path))))
+                found.append((Path(path.split("/")[-2]), json.loads(self.fs.cat_file(path))))
         return found
 
-    def fetch(self, name: str, folder: Path) -> None:
+    def fetch(self, name: str, to: Path) -> None:
         """Copies one file of the run from there."""
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        self._try(f"read {name}", self.fs.get_file, f"{self.root}/{name}", str(folder / name))
+        to.parent.mkdir(parents=True, exist_ok=True)
+        self._try(f"read {name}", self.fs.get_file, f"{self.root}/{name}", str(to))
 
     def _put(self, path: Path, name: str) -> None:
         target = f"{self.root}/{name}"
@@ -2171,36 +2177,38 @@ def saved_settings(source: str) -> dict:
         raise
     except Exception as error:  # every file system has its own kinds
         raise UserError(f"--resume {source}: no run with a run.json: {reason_of(error)}") from None
-    for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "threads"):
+    for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "threads", "cpu"):
         saved.pop(name, None)
     saved["corpus_file"] = Path(saved["corpus_file"]) if saved.get("corpus_file") else None
     return saved
 
 
-def read_state(settings: argparse.Namespace, folder: Path) -> tuple[dict, str]:
-    """The newest undamaged state of the run to resume, or the named one; (state, notes).
+def read_state(source: str) -> tuple[dict, str]:
+    """The newest undamaged state of the run that --resume names, or the named one, and a note.
 
-    From a URL, the checkpoint is first copied into `folder`, with the log that belongs to it.
-    Raises `UserError` if there is none.
+    The run's log so far comes with it, as "metrics". Raises `UserError` if there is none.
     """
-    run, named = run_and_checkpoint(settings.resume)
+    run, named = run_and_checkpoint(source)
     mirror = Mirror(run) if "://" in run else None
-    found = mirror.checkpoints() if mirror else complete_checkpoints(Path(run))
     notes = []
-    for where, manifest in found:
-        path = folder / "checkpoints" / where if mirror else where
-        if named and path.name != named:
-            continue
-        if mirror:
-            for name in ("state.pt", "manifest.json"):
-                mirror.fetch(f"checkpoints/{where}/{name}", folder)
-            mirror.fetch("metrics.jsonl", folder)
-        problem = damage(path, manifest)
-        if problem is None:
-            # Plain tensors and plain types only: nothing in the file can run code.
-            state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-            return state, "; ".join([*notes, f"continuing from {path}"])
-        notes.append(f"{path} is damaged ({problem})")
+    with tempfile.TemporaryDirectory() as copies:
+        folder = Path(copies) if mirror else Path(run)
+        for path, manifest in mirror.checkpoints() if mirror else complete_checkpoints(folder):
+            if named and path.name != named:
+                continue
+            if mirror:
+                path = folder / path.name
+                for file in manifest["files"]:
+                    mirror.fetch(f"checkpoints/{path.name}/{file}", path / file)
+                mirror.fetch("metrics.jsonl", folder / "metrics.jsonl")
+            problem = damage(path, manifest)
+            if problem is None:
+                # Plain tensors and plain types only: nothing in the file can run code.
+                state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+                with contextlib.suppress(FileNotFoundError):
+                    state["metrics"] = (folder / "metrics.jsonl").read_text("utf-8")
+                return state, "; ".join([*notes, f"continuing from {run}, {path.name}"])
+            notes.append(f"{path.name} is damaged ({problem})")
     what = f"checkpoint {named}" if named else "complete checkpoint"
     raise UserError("; ".join([*notes, f"--resume {run}: no {what} there; see --save-every"]))
 
@@ -2233,11 +2241,11 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
     (without --overwrite or --resume) or cannot be written.
     """
     name = f"{settings.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    folder, attempt = settings.output_dir or Path("runs") / name, 1
-    in_place = settings.resume and "://" not in settings.resume and not settings.output_dir
-    if in_place:
-        folder = Path(run_and_checkpoint(settings.resume)[0])
-    in_place = settings.resume and folder == Path(run_and_checkpoint(settings.resume)[0])
+    home = None  # of the run that goes on, if it is a folder
+    if settings.resume and "://" not in settings.resume:
+        home = Path(run_and_checkpoint(settings.resume)[0])
+    folder, attempt = settings.output_dir or home or Path("runs") / name, 1
+    in_place = home is not None and folder.resolve() == home.resolve()
     with together(launch):
         while launch.rank == 0:
             try:
@@ -2258,10 +2266,7 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
                 folder = Path("runs") / f"{name}-{attempt}"
             except OSError as error:
                 raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
-    shared = [folder]
-    if launch.world_size > 1:
-        dist.broadcast_object_list(shared)
-    return shared[0]
+    return from_rank_0(folder, launch)
 
 
 def lock_file(path: Path) -> Any:
@@ -2424,6 +2429,7 @@ class Progress:
     seconds: float = 0.0  # of training: without validation, sampling and saving
     skipped: int = 0  # updates that the fp16 scaler left out
     validated: int = 0  # the update after which the last validation was made
+    val_loss: float | None = None  # of the last validation
     best: float | None = None  # validation loss
     best_step: int = 0
 
@@ -2435,12 +2441,9 @@ class RunLog:
     when the training time that was not yet counted began.
     """
 
-    def __init__(
-        self, launch: Launch, settings: argparse.Namespace, folder: Path, progress: Progress,
-        updates: int,
-    ) -> None:  # fmt: skip
-        self.launch, self.settings, self.folder = launch, settings, folder
-        self.progress, self.updates, self.active = progress, updates, launch.rank == 0
+    def __init__(self, run: Run, folder: Path, progress: Progress, earlier: str) -> None:
+        self.launch, self.settings, self.updates = run.launch, run.settings, run.updates
+        self.folder, self.progress, self.active = folder, progress, run.launch.rank == 0
         self.mark = time.perf_counter()
         self.logged = (progress.tokens, progress.seconds)
         self.rows: list[dict] = []
@@ -2448,17 +2451,17 @@ class RunLog:
         if self.active:
             path = folder / "metrics.jsonl"
             # A resumed run may have gone on past its checkpoint; those rows are made again.
-            self.rows = rows_until(path, progress) if progress.step else []
+            self.rows = rows_until(earlier, progress)
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
             write_file(path, lambda file: file.write(text.encode("utf-8")))
             self.file = open(path, "a", encoding="utf-8")
-            if settings.tensorboard:
+            if self.settings.tensorboard:
                 self.board = summary_writer()(str(folder / "tensorboard"))
             if sys.stderr.isatty():
                 from tqdm import tqdm
 
                 self.bar = tqdm(
-                    total=updates, initial=progress.step, unit="update", leave=False
+                    total=self.updates, initial=progress.step, unit="update", leave=False
                 )  # fmt: skip
 
     def say(self, text: str) -> None:
@@ -2498,7 +2501,7 @@ class RunLog:
     def validation(self, loss: float) -> None:
         """Takes note of one validation."""
         progress = self.progress
-        progress.validated = progress.step
+        progress.validated, progress.val_loss = progress.step, loss
         self._row({"step": progress.step, "val_loss": loss})
         better = progress.best is None or loss < progress.best
         if better:
@@ -2533,16 +2536,14 @@ class RunLog:
                 draw_loss_curve(self.rows, self.folder / "loss_curve.png")
 
 
-def rows_until(path: Path, progress: Progress) -> list[dict]:
-    """The rows of `metrics.jsonl` that belong to a run up to `progress`."""
+def rows_until(earlier: str, progress: Progress) -> list[dict]:
+    """The rows of a run's `metrics.jsonl` that belong to it up to `progress`."""
     rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text("utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a killed run may be cut
-                row = json.loads(line)
-                reached = progress.validated if "val_loss" in row else progress.step
-                if row["step"] <= reached:
-                    rows.append(row)
+    for line in earlier.splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a killed run may be cut
+            row = json.loads(line)
+            if row["step"] <= (progress.validated if "val_loss" in row else progress.step):
+                rows.append(row)
     return rows
 
 
@@ -2715,11 +2716,13 @@ class Trainer:
                 gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
             )
             self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
+        forks = "fork" if s.num_workers and sys.platform == "linux" else None
         # A loader draws from its own generator: the default one belongs to dropout.
         options = {
             "batch_size": s.batch_size, "collate_fn": run.collate, "num_workers": s.num_workers,
             "persistent_workers": s.num_workers > 0, "worker_init_fn": ignore_signals,
             "generator": torch.Generator(), "pin_memory": launch.device.type == "cuda",
+            "multiprocessing_context": forks,
         }  # fmt: skip
         self.loader = DataLoader(data.train, sampler=self.sampler, **options)
         # Validation is shared out without repeats: ranks may get different numbers of samples.
@@ -2728,6 +2731,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.bare, s)
         self.scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
         self.writer = CheckpointWriter(log.folder, s) if launch.rank == 0 else None
+        self.saved = 0  # the update after which the newest checkpoint was taken
 
     def fit(self, stop: StopRequest) -> None:
         """Trains until all updates are done. Raises `Stopped` after saving when a signal came."""
@@ -2798,6 +2802,9 @@ class Trainer:
 
     def save(self) -> None:
         """Takes the state of this instant on all ranks and hands it to the writer. Ranks meet."""
+        if self.saved == self.progress.step:
+            return
+        self.saved = self.progress.step
         self.launch.where.enter("random states", meets=True)
         random = gather(
             {"cpu": torch.get_rng_state(), **cuda_random_state(self.launch)}, self.launch
@@ -2815,12 +2822,12 @@ class Trainer:
             "corpus": self.run.data.identity,
             "global_batch": global_batch(self.launch, self.settings),
         }
-        validated = progress.validated == progress.step and progress.best is not None
-        val_loss = self.log.rows[-1]["val_loss"] if validated else None
+        val_loss = progress.val_loss if progress.validated == progress.step else None
         self.writer.save(state, {"format": 1, "step": progress.step, "val_loss": val_loss})
 
     def restore(self, state: dict) -> None:
         """Takes over a state that `read_state` returned; `progress` was taken over before."""
+        self.saved = self.progress.step
         own = dict(trained_parameters(self.bare))
         if own.keys() != state["model"].keys():
             raise UserError(f"checkpoint and model differ in {own.keys() ^ state['model'].keys()}")
@@ -2861,7 +2868,7 @@ def global_batch(launch: Launch, settings: argparse.Namespace) -> int:
     return settings.batch_size * settings.grad_accum * launch.world_size
 
 
-def resume_from(run: Run, folder: Path) -> dict:
+def resume_from(run: Run) -> dict:
     """Reads the checkpoint on rank 0 and sends it to all, so that only rank 0 needs the files.
 
     Refuses another corpus, and a number of ranks that cannot keep the global batch; otherwise the
@@ -2870,7 +2877,7 @@ def resume_from(run: Run, folder: Path) -> dict:
     launch, s, state = run.launch, run.settings, {}
     with together(launch):
         if launch.rank == 0:
-            state, notes = read_state(s, folder)
+            state, notes = read_state(s.resume)
             launch.say(f"{'resume':10} {notes}")
     state = from_rank_0(state, launch)
     if state["corpus"] != run.data.identity:
@@ -2944,14 +2951,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_header(run)
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
+        state = resume_from(run) if settings.resume else None
         folder = open_run_folder(launch, settings)
-        state = resume_from(run, folder) if settings.resume else None
         print_header(run)
         if launch.rank == 0:
             write_run_file(run, folder)
 
         progress = Progress(**state["progress"]) if state else Progress()
-        log = RunLog(launch, settings, folder, progress, run.updates)
+        log = RunLog(run, folder, progress, state["metrics"] if state else "")
         trainer = Trainer(run, log)
         if state:
             trainer.restore(state)
