@@ -71,6 +71,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 PAD, EOS, VOCAB = 256, 257, 258  # the tiny model's tokens after the 256 byte values
@@ -1598,11 +1599,39 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
         raise UserError(f"{trouble}: the files lack the weights {missing}{remedy}")
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise UserError(f"{trouble}: it needs a fast tokenizer with an EOS token")
-    with torch.no_grad():  # what a causal model says of the first token cannot know the second
-        one, other = model(torch.tensor([[1, 2], [1, 3]]), use_cache=False).logits[:, 0]
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3):
+    with torch.no_grad():
+        probe = torch.tensor([[1, 2], [1, 3]])
+        logits = model(probe, use_cache=False).logits  # (2, 2, V)
+        plain = model.get_output_embeddings()(model.base_model(probe, use_cache=False)[0])
+    # What a causal model says of the first token cannot know the second.
+    if not torch.allclose(logits[0, 0], logits[1, 0], rtol=1e-3, atol=1e-3):
         raise UserError(f"{trouble}: {type(model).__name__} is not a causal model")
+    if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3):
+        raise UserError(f"{trouble}: its logits are not the plain output of its head (soft caps?)")
     return model, tokenizer
+
+
+def recompute_gates(model: Any) -> None:
+    """Makes gated feed-forward layers keep less: act(gate) · up is computed again in backward.
+
+    Of the three widest tensors of a layer one goes, and only element-wise work is done twice.
+    Layers that compute something else stay as they are.
+    """
+
+    def gated(mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        product = checkpoint(
+            lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(hidden), mlp.up_proj(hidden),
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+        return mlp.down_proj(product)
+
+    parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
+    for mlp in [m for m in model.modules() if all(hasattr(m, part) for part in parts)]:
+        weight = mlp.gate_proj.weight
+        probe = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype)[None]
+        with torch.no_grad():
+            if torch.allclose(mlp(probe), gated(mlp, probe), rtol=1e-3):
+                mlp.forward = functools.partial(gated, mlp)
 
 
 def add_lora(model: Any, settings: argparse.Namespace) -> Any:
@@ -1634,6 +1663,8 @@ def add_lora(model: Any, settings: argparse.Namespace) -> Any:
         # Not reentrant: DDP then sees each gradient once, and frozen embeddings may come first.
         enable = getattr(model, "activation_checkpointing_enable", None)  # its newer name
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    else:
+        recompute_gates(model)
     return peft_model
 
 
