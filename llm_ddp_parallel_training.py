@@ -129,6 +129,12 @@ class UserError(RunError):
     status = 2
 
 
+class LaunchError(UserError):
+    """The launcher's variables make no sense; this rank's own, so this rank says it."""
+
+    by_all_ranks = False
+
+
 class Diverged(RunError):
     """The loss or the gradient stopped being a finite number."""
 
@@ -189,6 +195,7 @@ def number(kind: type, low: float, high: float = math.inf, above: bool = False) 
     """A converter for argparse: a finite `kind` of at least `low` (or above it), at most `high`."""
     what = "a whole number" if kind is int else "a number"
     bounds = f"above {low}" if above else f"of at least {low}"
+    high = 2**31 - 1 if kind is int and high == math.inf else high
     bounds += "" if high == math.inf else f" and at most {high}"
 
     def convert(text: str) -> Any:
@@ -364,6 +371,10 @@ def check_settings(settings: argparse.Namespace) -> None:
         raise UserError("--generate needs a prompt of at least one character")
     if qwen and s.num_workers and sys.platform != "linux":
         raise UserError("--num-workers with --model qwen needs Linux, where processes can fork")
+    try:
+        (s.generate or "").encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("--generate needs a prompt in UTF-8") from None
     for flag in ("merge", "gradient_checkpointing"):
         if getattr(s, flag) and not qwen:
             raise UserError(f"--{flag.replace('_', '-')} needs --model qwen")
@@ -440,9 +451,9 @@ def read_launcher(where: Where | None = None) -> Launch:
 
     def variable(name: str, default: int, low: int, below: float = math.inf) -> int:
         text = os.environ.get(name, str(default))
-        if not text.strip().isdecimal() or not low <= int(text) < below:
+        if not text.strip().isdecimal() or len(text) > 9 or not low <= int(text) < below:
             limit = "" if below == math.inf else f" and below {below}"
-            raise UserError(
+            raise LaunchError(
                 f"environment variable {name}={text!r} should be a whole number of at least "
                 f"{low}{limit}; launch with python -m torch.distributed.run, or unset it"
             )
@@ -454,7 +465,7 @@ def read_launcher(where: Where | None = None) -> Launch:
     local_rank = variable("LOCAL_RANK", rank % local_world_size, 0, local_world_size)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
         if not os.environ.get(name):
-            raise UserError(
+            raise LaunchError(
                 f"WORLD_SIZE={world_size} but {name} is not set; "
                 "launch with python -m torch.distributed.run"
             )
@@ -585,6 +596,8 @@ def one_clear_ending(where: Where) -> Iterator[None]:
         if leader or not error.by_all_ranks:
             kind = "stopped" if isinstance(error, Stopped) else "error"
             print(f"{kind}: {error}", file=sys.stderr, flush=True)
+        elif not isinstance(error, Stopped):
+            time.sleep(PEER_LOSS_GRACE_S)  # rank 0 may come later: the launcher would kill it mute
         write_launcher_error(str(error))
         if leader and error.by_all_ranks:
             prevent_restart()
@@ -738,7 +751,8 @@ class Watchdog:
 # Corpus and dataset
 # ------------------------------------------------------------------------------------------
 
-CHUNK = 1 << 22  # bytes of the corpus that are looked at in one go
+CHUNK = 1 << 20  # bytes of the corpus that are looked at in one go
+SAMPLES_AT_ONCE = 1 << 16  # of its samples; small, for freed memory stays with the process
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte-order mark
 
 
@@ -777,8 +791,10 @@ class Corpus:
             if end < size:
                 cut = piece.rfind(b"\n") + 1
                 if not cut:  # no line feed: step back over a cut character, or a cut CRLF
-                    while end - offset > CHUNK - 3 and self.data[end] & 0xC0 == 0x80:
-                        end -= 1
+                    back = 0
+                    while back < 4 and self.data[end - back] & 0xC0 == 0x80:
+                        back += 1
+                    end -= back % 4  # four in a row are not UTF-8: found here or next
                     cut = end - offset - (self.data[end - 1] == ord("\r"))
                 piece = piece[:cut]
             if not piece.isascii():
@@ -863,9 +879,11 @@ class Lines(Sequence[str]):
             try:
                 sample = self[i]
                 if not isinstance(sample, str):
+                    if not (self.chat and isinstance(sample, list) and sample):
+                        raise TypeError
                     sample = "".join(f"{m['role']}{m['content']}" for m in sample)
                 sizes[i] = len(sample.encode("utf-8"))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 line = self.corpus.buffer[: self.starts[i]].count(b"\n") + 1
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else "another shape"
                 raise UserError(
@@ -889,7 +907,7 @@ class Lines(Sequence[str]):
         """UTF-8 bytes of the samples `ids`, int64."""
         if self.text_sizes is not None:
             return self.text_sizes[ids].astype(np.int64)
-        return self.ends[ids].astype(np.int64) - self.starts[ids]
+        return self.ends[ids].astype(np.int64) - self.starts[ids].astype(np.int64)
 
 
 class Document:
@@ -935,7 +953,8 @@ class Without:
 
     def __init__(self, size: int, left_out: np.ndarray) -> None:
         self.size = size - len(left_out)
-        self.jumps = left_out - np.arange(len(left_out))
+        self.jumps = np.array(left_out, dtype=np.int64)
+        self.jumps -= np.arange(len(left_out))
 
     def __len__(self) -> int:
         return self.size
@@ -950,9 +969,13 @@ def hold_out(size: int, fraction: float, seed: int) -> np.ndarray:
     Exactly `round(size * fraction)`, but at least one sample is left for training.
     """
     count = min(round(size * fraction), max(size - 1, 0))
-    edges = np.arange(count + 1) * size // max(count, 1)
-    random = np.random.default_rng([seed, 1]).random(count)
-    return edges[:-1] + (random * np.diff(edges)).astype(np.int64)
+    random, held_out = np.random.default_rng([seed, 1]), np.empty(count, dtype=np.int64)
+    for begin in range(0, count, SAMPLES_AT_ONCE):
+        end = min(begin + SAMPLES_AT_ONCE, count)
+        edges = np.arange(begin, end + 1) * size // count
+        steps = random.random(end - begin) * np.diff(edges)
+        held_out[begin:end] = edges[:-1] + steps.astype(np.int64)
+    return held_out
 
 
 class IndexedTextDataset(Dataset):
@@ -1091,8 +1114,8 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
             f"{corpus.name} holds no samples: {len(corpus.data)} bytes, {texts.blank} blank lines"
         )
     dropped, counts = np.zeros(0, dtype=np.int64), Counter()
-    for begin in () if tokenizer else range(0, len(texts), CHUNK):
-        tokens = texts.sizes(slice(begin, begin + CHUNK)) + 1
+    for begin in () if tokenizer else range(0, len(texts), SAMPLES_AT_ONCE):
+        tokens = texts.sizes(slice(begin, begin + SAMPLES_AT_ONCE)) + 1
         long = np.flatnonzero(tokens > s.seq_len)
         counts["overlong"] += len(long)
         counts["lost"] += int((tokens[long] - (s.overlong == "truncate") * s.seq_len).sum())
@@ -1100,7 +1123,8 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
             dropped = np.concatenate((dropped, long + begin))
     kept = Without(len(texts), dropped)
     held_out = kept[hold_out(len(kept), s.val_fraction, s.seed)]
-    parts = [Without(len(texts), np.union1d(dropped, held_out)), held_out]
+    left_out = np.union1d(dropped, held_out) if len(dropped) else held_out
+    parts = [Without(len(texts), left_out), held_out]
     if tokenizer:
         sets = [TokenizedSamples(map(IndexedTextDataset(texts, part).__getitem__, range(len(part))),
                                  tokenizer, s, counts) for part in parts]  # fmt: skip
@@ -2285,6 +2309,8 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
                 if settings.overwrite and not in_place:
                     for old in (folder / artifact for artifact in ARTIFACTS):
                         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+                if not in_place and holds_a_run(folder):
+                    raise FileExistsError
                 open(folder / "run.json", "a" if in_place else "x", encoding="utf-8").close()
                 break
             except FileExistsError:
@@ -2298,6 +2324,11 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
             except OSError as error:
                 raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
     return from_rank_0(folder, launch)
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a new run would replace something there."""
+    return any((folder / artifact).exists() for artifact in ARTIFACTS)
 
 
 def lock_file(path: Path) -> Any:
@@ -2529,8 +2560,8 @@ class RunLog:
             f"{speed:,.0f} tokens/s{overflow}"
         )
 
-    def validation(self, loss: float) -> None:
-        """Takes note of one validation."""
+    def validation(self, loss: float) -> bool:
+        """Takes note of one validation; returns whether it is the best so far."""
         progress = self.progress
         progress.validated, progress.val_loss = progress.step, loss
         self._row({"step": progress.step, "val_loss": loss})
@@ -2541,6 +2572,7 @@ class RunLog:
             f"step {progress.step:>6}/{self.updates}  validation loss {loss:.4f}"
             f"{' (best)' * better}"
         )
+        return better
 
     def _row(self, row: dict) -> None:
         self.rows.append(row)
@@ -2591,8 +2623,10 @@ def summary_writer() -> type:
 
 def draw_loss_curve(rows: list[dict], path: Path) -> None:
     """Training and validation loss over updates as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with warnings.catch_warnings():  # its font cache is opened without an encoding
+        warnings.simplefilter("ignore", EncodingWarning)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = FigureCanvasAgg(figure).figure.add_subplot()
@@ -2802,40 +2836,49 @@ class Trainer:
         s, log, progress = self.settings, self.log, self.progress
         if not progress.step:
             return
-        last = progress.step == log.updates
-        best_before = progress.best
+        last, finished = progress.step == log.updates, progress.step == log.updates
+        if last:
+            self._require_finite_weights()
+        better = False
         evaluate_now = last or (s.eval_every and progress.step % s.eval_every == 0)
         if evaluate_now and progress.validated < progress.step and len(self.run.data.validation):
             loss = evaluate(self.bare, self.val_loader, self.launch, s, stop)
             if loss is None:
-                stopped_by = stop.number
+                stopped_by, finished = stop.number, False
+            elif not math.isfinite(loss):
+                raise Diverged(f"update {progress.step}: the validation loss is {loss}; lower --lr")
             else:
-                log.validation(loss)
-        if log.active and (last or (s.sample_every and progress.step % s.sample_every == 0)):
+                better = log.validation(loss)
+        if log.active and (finished or (s.sample_every and progress.step % s.sample_every == 0)):
             self.launch.where.enter("sample")
             log.say(f"sample     {self.run.sample()!r}")
         if self.writer:
             self.writer.check()
-        better = progress.best != best_before
-        due = s.save_every and (last or better or progress.step % s.save_every == 0)
-        if due or stopped_by:
+        if stopped_by or (s.save_every and (last or better or progress.step % s.save_every == 0)):
             self.save()
-        if stopped_by and not last:
+        if stopped_by and not finished:
             if self.writer:
                 self.writer.wait()
-            name = signal.Signals(stopped_by).name
             raise Stopped(
-                f"{name} after update {progress.step} of {log.updates}; the state is saved, go on "
-                f"with --resume {log.folder}",
+                f"{signal.Signals(stopped_by).name} after update {progress.step} of {log.updates}; "
+                f"the state is saved, go on with --resume {log.folder}",
                 stopped_by,
             )
         log.restart_clock()
+
+    def _require_finite_weights(self) -> None:
+        """A huge step can spoil the weights while its loss and gradient were still finite."""
+        if not all(bool(p.isfinite().all()) for _, p in trained_parameters(self.bare)):
+            raise Diverged(
+                f"update {self.progress.step} left weights that are not finite; lower --lr"
+            )
 
     def save(self) -> None:
         """Takes the state of this instant on all ranks and hands it to the writer. Ranks meet."""
         if self.saved == self.progress.step:
             return
         self.saved = self.progress.step
+        self._require_finite_weights()
         self.launch.where.enter("random states", meets=True)
         random = gather(
             {"cpu": torch.get_rng_state(), **cuda_random_state(self.launch)}, self.launch
@@ -2965,11 +3008,13 @@ def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """One run, from the launcher's environment to saved weights and teardown."""
     where = Where()
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")  # cp1252 has no "�", ASCII no "×"
     with one_clear_ending(where):
         launch = read_launcher(where)
         settings = parse_settings(argv)
         if settings.generate is not None:
-            return continue_prompt(settings)
+            return continue_prompt(settings) if launch.rank == 0 else None
         if settings.tensorboard:
             summary_writer()
         if settings.mirror:
@@ -2980,6 +3025,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = (build_tiny if settings.model == "tiny" else build_qwen)(launch, settings)
         if settings.dry_run:
             print_header(run)
+            out, replaces = settings.output_dir, settings.overwrite or settings.resume
+            if out and not replaces and holds_a_run(out):
+                raise UserError(f"--output-dir {out} already holds a run; give --overwrite")
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
         state = resume_from(run) if settings.resume else None

@@ -1,13 +1,16 @@
-"""What the tests share: launching the script as a user would, and reading what a run wrote."""
+"""What the tests share: running the script as a user would, with a time-out; reading a run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "llm_ddp_parallel_training.py"
 sys.path.insert(0, str(ROOT))
+
+import llm_ddp_parallel_training as ddp  # noqa: E402
+
+# One thread for what runs in this process: on busy cores, threads wait for each other at every
+# small operation, and the models of the tests are too small to gain from a second one.
+torch.set_num_threads(1)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -55,11 +64,68 @@ def run_command(args: list[str], timeout: float = 120, **options) -> Finished:
     return Finished(process.returncode, out, err)
 
 
+LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC")
+
+
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what a launcher or an earlier test may have left in it."""
-    dropped = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS_OWN)}
     return {**kept, **extra}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Tests that call the script in this process do so as one process on its own."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS_OWN)]:
+        monkeypatch.delenv(name)
+
+
+def main_here(*flags: object, encoding: str = "utf-8") -> Finished:
+    """Calls `main()` in this process: much faster than a launch. An exception passes through.
+
+    `encoding` is that of its standard output, as PYTHONIOENCODING would set it.
+    """
+    with (
+        tempfile.TemporaryFile("w+", encoding=encoding) as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+    ):
+        status = 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                ddp.main([str(flag) for flag in flags])
+            except SystemExit as end:
+                status = end.code
+        out.seek(0)
+        err.seek(0)
+        return Finished(status, out.read(), err.read())
+
+
+def train_here(folder: Path, *flags: object, **options) -> Finished:
+    """Trains on the CPU in this process into `folder` and expects success."""
+    finished = main_here("--cpu", "--threads", 1, "--output-dir", folder, *flags, **options)
+    assert finished.status == 0, finished.out + finished.err
+    return finished
+
+
+def settings_of(*flags: object):
+    """The settings that a command line stands for."""
+    return ddp.parse_settings([str(flag) for flag in flags])
+
+
+def root_cause(finished: Finished) -> str:
+    """What the launcher's failure summary says about the first rank that failed."""
+    return finished.err.partition("Root Cause (first observed failure):")[2]
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Every file and folder under `folder` with a hash of its content; not the empty locks."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
 
 
 def train(ranks: int, folder: Path, *flags: object, **options) -> Finished:

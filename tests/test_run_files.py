@@ -1,0 +1,252 @@
+"""What a run leaves behind and says at its end, and that watching it does not change it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    digest_line,
+    fingerprint,
+    losses,
+    main_here,
+    metrics,
+    settings_of,
+    train_here,
+    weights,
+)
+
+import llm_ddp_parallel_training as ddp
+
+RUN = ("--max-steps", 12, "--log-every", 5, "--eval-every", 4, "--d-model", 32, "--layers", 2,
+       "--seq-len", 48, "--schedule", "cosine")  # fmt: skip
+
+
+FORTY = "".join(f"line {i} of forty\n" for i in range(40))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run on 40 lines, 36 of them to train on: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    (folder.parent / "forty.txt").write_text(FORTY, encoding="utf-8")
+    return folder, train_here(folder, *RUN, "--corpus-file", folder.parent / "forty.txt")
+
+
+def test_a_run_leaves_the_promised_files_and_no_leftovers(run):
+    names = {path.name for path in run[0].iterdir()}
+    promised = {"run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt"}
+    assert promised <= names
+    assert names - promised <= {"checkpoints", ".lock"}
+
+
+def test_metrics_hold_every_logged_step_with_all_its_figures(run):
+    rows = metrics(run[0])
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 5, 10, 12]
+    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds",
+            "peak_memory_bytes"}  # fmt: skip
+    for row in steps:
+        assert keys <= row.keys()
+        assert all(math.isfinite(row[key]) and row[key] >= 0 for key in keys)
+    assert [row["epoch"] for row in steps] == [1, 1, 2, 3]  # five updates each
+    assert [row["tokens"] for row in steps] == sorted(row["tokens"] for row in steps)
+    assert steps[-1]["tokens"] <= 12 * 8 * 47
+    validations = [row for row in rows if "val_loss" in row]
+    assert [row["step"] for row in validations] == [4, 8, 12]
+
+
+def test_run_json_tells_how_the_run_was_made(run):
+    content = json.loads((run[0] / "run.json").read_text(encoding="utf-8"))
+    settings = content["settings"]
+    assert (settings["d_model"], settings["layers"], settings["batch_size"]) == (32, 2, 8)
+    assert settings["lr"] == 3e-4 and settings["device"] == "cpu"  # as resolved
+    assert settings["corpus_file"].endswith("forty.txt") and settings["corpus_format"] == "lines"
+    assert settings.keys() >= {
+        "model", "seed", "threads", "output_dir", "overwrite", "builtin", "val_fraction", "pack",
+        "overlong", "num_workers", "heads", "dropout", "seq_len", "grad_accum", "epochs",
+        "max_steps", "weight_decay", "schedule", "warmup_steps", "clip", "precision", "compile",
+        "log_every", "eval_every", "sample_every", "tensorboard",
+    }  # fmt: skip
+    assert content["versions"]["torch"] == torch.__version__
+    assert {"python", "numpy"} <= content["versions"].keys()
+    assert content["world_size"] == 1
+    count = sum(value.numel() for value in weights(run[0]).values())
+    assert content["parameters"] == {"total": count, "trained": count}
+    assert {"device", "precision", "threads", "backend"} <= {c["what"] for c in content["choices"]}
+    assert all(c["chosen"] and c["reason"] for c in content["choices"])
+
+
+def test_the_loss_curve_is_a_picture(run):
+    content = (run[0] / "loss_curve.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.rstrip()[-8:-4] == b"IEND"
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
+    assert width >= 400 and height >= 200
+
+
+def test_the_weights_load_into_a_fresh_model_without_pickled_code(run):
+    saved = torch.load(run[0] / "tiny_transformer.pt", weights_only=True)
+    model = ddp.TinyCausalTransformer(**saved["config"])
+    model.load_state_dict(saved["model"], strict=True)
+    assert not [name for name in saved["model"] if name.startswith("module.")]
+    assert all(value.device.type == "cpu" for value in saved["model"].values())
+    assert ddp.parameter_digest(model) == digest_line(run[1])
+
+
+def test_the_saved_weights_have_the_validation_loss_that_was_shown(run):
+    model = ddp.load_tiny(run[0])
+    corpus = run[0].parent / "forty.txt"
+    data = ddp.build_data(settings_of("--seq-len", 48, "--corpus-file", corpus))
+    items = [data.validation[i] for i in range(len(data.validation))]
+    batch = ddp.tiny_collator(items, 48)
+    loss = model(batch["input_ids"], batch["labels"])
+    assert loss.item() == pytest.approx(metrics(run[0])[-1]["val_loss"], abs=1e-6)
+
+
+def test_the_last_lines_sum_the_run_up(run):
+    folder, finished = run
+    ending = "\n".join(finished.out.splitlines()[-6:])
+    values = [row["val_loss"] for row in metrics(folder) if "val_loss" in row]
+    assert "12 updates" in ending and "tokens/s" in ending
+    assert f"final {values[-1]:.4f}" in ending and f"best {min(values):.4f}" in ending
+    assert re.search(r"peak \d+ MB", ending)
+    assert re.search(r"^weights sha256 [0-9a-f]{64}$", ending, re.MULTILINE)
+    assert str(folder) in ending
+    assert finished.err == ""
+
+
+def test_the_header_translates_the_batch_and_explains_the_choices(run):
+    corpus = run[0].parent / "forty.txt"
+    flags = ("--corpus-file", corpus, "--batch-size", 3, "--grad-accum", 2)
+    out = main_here("--cpu", "--dry-run", *flags).out
+    assert "per rank 3 × accumulation 2 × ranks 1 = 6 sequences = 384 tokens an update" in out
+    assert re.search(r"\b36\b.* to train on, 4\b.* to validate", out)
+    assert "6 an epoch" in out
+    assert re.search(r"^device +cpu \(--device cpu\)$", out, re.MULTILINE)
+    assert re.search(r"^backend +none \(one process", out, re.MULTILINE)
+    assert "parameters" in out and re.search(r"^memory .* MB", out, re.MULTILINE)
+
+
+def test_a_dry_run_writes_nothing_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for flags in ((), ("--output-dir", tmp_path / "run")):
+        finished = main_here("--cpu", "--dry-run", *flags)
+        assert finished.status == 0 and "dry run" in finished.out
+        assert "300 updates" in finished.out
+        assert not re.search("^step ", finished.out, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_default_folder_names_model_and_date(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # probably in the same second: two runs never share a folder
+        assert main_here("--cpu", "--threads", 1, "--max-steps", 1).status == 0
+    first, second = sorted((tmp_path / "runs").iterdir())
+    for folder in (first, second):
+        assert re.match(r"tiny-\d{8}-\d{6}", folder.name)
+        assert (folder / "tiny_transformer.pt").exists()
+
+
+# Text from a finished run
+
+
+def test_generate_continues_the_prompt_of_a_finished_run(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = fingerprint(run[0])
+    flags = ("--generate", "The gradient über ", "--resume", run[0])
+    finished, again = main_here(*flags), main_here(*flags)
+    assert finished.status == 0
+    assert finished.out.startswith("The gradient über ")
+    assert len(finished.out) > len("The gradient über \n")
+    assert finished.out == again.out
+    assert main_here(*flags, "--seed", 1).out != finished.out
+    assert fingerprint(run[0]) == before and list(tmp_path.iterdir()) == []
+
+
+def test_generated_text_is_printed_by_one_rank_only(run, monkeypatch):
+    here = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    finished = main_here("--generate", "The ", "--resume", run[0])
+    assert (finished.status, finished.out) == (0, "")
+
+
+# Watching does not change the training
+
+
+SHORT = ("--max-steps", 6, "--log-every", 1, "--batch-size", 4, "--dropout", 0.3, "--d-model", 16)
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "unwatched"
+    return folder, train_here(folder, *SHORT)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--eval-every", 1), ("--sample-every", 2), ("--num-workers", 1), ("--tensorboard",), ()],
+    ids=["validation", "samples", "loader workers", "tensorboard", "a second time"],
+)
+def test_the_training_is_the_same_with(unwatched, tmp_path, flags):
+    finished = train_here(tmp_path / "run", *SHORT, *flags)
+    assert losses(tmp_path / "run") == losses(unwatched[0])
+    assert digest_line(finished) == digest_line(unwatched[1])
+    events = list((tmp_path / "run").rglob("*tfevents*"))
+    assert bool(events) == ("--tensorboard" in flags)
+    assert all(path.stat().st_size > 100 for path in events)
+
+
+def test_another_seed_gives_another_run(unwatched, tmp_path):
+    train_here(tmp_path / "run", *SHORT, "--seed", 1)
+    assert losses(tmp_path / "run") != losses(unwatched[0])
+
+
+def test_samples_and_validations_appear_as_often_as_asked(tmp_path):
+    flags = ("--max-steps", 6, "--d-model", 16, "--sample-every", 2, "--eval-every", 3)
+    out = train_here(tmp_path / "run", *flags).out.splitlines()
+    assert sum("validation loss" in line for line in out) == 2
+    assert sum(line.startswith("sample ") for line in out) == 3
+
+
+def test_bf16_trains_close_to_fp32(tmp_path):
+    flags = ("--max-steps", 4, "--log-every", 1, "--d-model", 32)
+    for precision in ("fp32", "bf16"):
+        train_here(tmp_path / precision, *flags, "--precision", precision)
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), abs=0.02)
+    assert losses(tmp_path / "bf16") != losses(tmp_path / "fp32")
+    assert {v.dtype for v in weights(tmp_path / "bf16").values()} == {torch.float32}
+
+
+def test_epochs_decide_the_number_of_updates(tmp_path):
+    path = tmp_path / "seven.txt"
+    path.write_text("one\ntwo\nthree\nfour\nfive\nsix\nseven\n", encoding="utf-8")
+    flags = ("--corpus-file", path, "--val-fraction", 0, "--batch-size", 2, "--d-model", 8)
+    train_here(tmp_path / "run", *flags, "--epochs", 3, "--log-every", 1)
+    assert [row["epoch"] for row in metrics(tmp_path / "run")] == [1] * 4 + [2] * 4 + [3] * 4
+    train_here(tmp_path / "both", *flags, "--epochs", 3, "--max-steps", 5, "--log-every", 1)
+    assert metrics(tmp_path / "both")[-1]["step"] == 5
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 3])
+@pytest.mark.parametrize("form", ["lines", "jsonl", "document"])
+def test_tiny_corpora_train_at_least_one_real_step_or_say_why_not(tmp_path, lines, form):
+    path = tmp_path / "tiny.txt"
+    text = {"jsonl": '{"text": "a"}\n', "lines": "a\n", "document": "a\n"}[form] * lines
+    path.write_text(text, encoding="utf-8")
+    flags = ("--corpus-file", path, "--corpus-format", form, "--max-steps", 2, "--d-model", 8)
+    finished = main_here("--cpu", "--threads", 1, "--output-dir", tmp_path / "run", *flags)
+    if lines == 0:
+        assert finished.status == 2
+        (line,) = finished.err.splitlines()
+        assert line.startswith("error: ") and str(path) in line and "0 bytes" in line
+        assert not Path(tmp_path / "run").exists()
+    else:
+        assert finished.status == 0, finished.err
+        assert losses(tmp_path / "run")[0] == pytest.approx(math.log(258), abs=0.2)
+        assert losses(tmp_path / "run")[-1] > 0
