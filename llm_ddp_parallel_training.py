@@ -2734,6 +2734,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
     model = CausalLMWithLoss(peft_model)
     count = sum(p.numel() for _, p in trained_parameters(model))
     total = sum(p.numel() for p in model.parameters())
+    if not count:
+        raise UserError("no parameter would be trained: see --lora-r and --lora-targets")
     frozen = frozen_checksum(model) if launch.rank == 0 else ""
     import peft
     import transformers
@@ -2750,7 +2752,7 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
                           f"send {4 * (total - count) / 1e6:,.0f} MB"),
             ("memory", f"about {qwen_bytes(base, count, s) / 1e6:,.0f} MB a rank beside PyTorch's "
                        "own; lower --batch-size first"),
-            ("frozen", f"crc32 {frozen}; it must be the same at the end"),
+            ("frozen", f"weights of crc32 {frozen}, compared at the end"),
         ],
         versions={"transformers": transformers.__version__, "peft": peft.__version__},
         frozen=frozen,
@@ -3023,6 +3025,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         set_up(launch)
 
         run = (build_tiny if settings.model == "tiny" else build_qwen)(launch, settings)
+        state = resume_from(run) if settings.resume else None
         if settings.dry_run:
             print_header(run)
             out, replaces = settings.output_dir, settings.overwrite or settings.resume
@@ -3030,14 +3033,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise UserError(f"--output-dir {out} already holds a run; give --overwrite")
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
-        state = resume_from(run) if settings.resume else None
         folder = open_run_folder(launch, settings)
         print_header(run)
         if launch.rank == 0:
             write_run_file(run, folder)
 
         progress = Progress(**state["progress"]) if state else Progress()
-        log = RunLog(run, folder, progress, state["metrics"] if state else "")
+        log = RunLog(run, folder, progress, state.get("metrics", "") if state else "")
         trainer = Trainer(run, log)
         if state:
             trainer.restore(state)
@@ -3051,12 +3053,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise RunError("the frozen weights have changed")
             run.save(folder)
             trainer.writer.close(results=True)
-            print_ending(log, digest)
+            print_ending(log, digest, run.frozen)
         if launch.world_size > 1:
             dist.barrier()  # ranks meet: nobody leaves before rank 0 has saved
 
 
-def print_ending(log: RunLog, digest: str) -> None:
+def print_ending(log: RunLog, digest: str, frozen: str) -> None:
     """The last lines of a run, on rank 0."""
     progress, ranks = log.progress, log.launch.world_size
     speed = progress.tokens / max(progress.seconds, 1e-9)
@@ -3068,6 +3070,8 @@ def print_ending(log: RunLog, digest: str) -> None:
         f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""),
         f"written to {log.folder}: {' '.join(written)}",
     ]
+    if frozen:
+        lines.insert(1, f"frozen     crc32 {frozen}, unchanged")
     if final:
         best = f"best {progress.best:.4f} at update {progress.best_step}"
         lines.insert(1, f"validation final {final[-1]:.4f}, {best}")
