@@ -335,3 +335,19 @@ def test_watching_a_model_changes_neither_its_mode_nor_the_random_numbers_of_the
 def test_a_prompt_longer_than_the_window_is_continued():
     text = ddp.generate(model_of(seq_len=8), "A prompt of more than 8 bytes: ü", 12, seed=0)
     assert 0 < len(text) <= 12
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_written_out_layer_computes_what_pytorchs_layer_computes(dropout):
+    torch.manual_seed(0)
+    arguments = (32, 4, 128, dropout, "gelu")
+    options = {"batch_first": True, "norm_first": True, "bias": False}
+    plain = torch.nn.TransformerEncoderLayer(*arguments, **options)
+    ours = ddp.CausalLayer(*arguments, **options)
+    ours.load_state_dict(plain.state_dict())
+    hidden = torch.randn(3, 10, 32)
+    mask = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    for layer in (plain, ours):
+        layer.train(dropout == 0.0)  # masks of dropout are drawn in another order
+    expected = plain(hidden, src_mask=mask, is_causal=True)
+    assert torch.allclose(ours(hidden), expected, atol=1e-6)
