@@ -39,6 +39,7 @@ import array
 import contextlib
 import dataclasses
 import datetime
+import errno
 import functools
 import hashlib
 import itertools
@@ -76,7 +77,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 PAD, EOS, VOCAB = 256, 257, 258  # the tiny model's tokens after the 256 byte values
 IGNORE = -100  # a label that the loss leaves out
-TIMEOUT_S = float(os.environ.get("DDP_TIMEOUT_S", "600"))  # then a rank counts as hung
 PEER_LOSS_GRACE_S = 5  # how long a rank that lost a peer leaves the floor to the one that failed
 SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # tokens
 
@@ -337,9 +337,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     given = vars(flag_parser().parse_args(argv))
     given.update(after_restart(given))
-    saved = saved_settings(given["resume"]) if given.get("resume") else {}
+    saved = saved_settings(given["resume"]) if "resume" in given else {}
     for name in sorted(given.keys() & saved.keys() - MAY_CHANGE):
-        if given[name] != saved[name]:
+        if given[name] != saved[name] and (name, given[name]) != ("precision", "auto"):
             raise UserError(
                 f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
                 f"{saved[name]}, which --resume continues; leave the flag out, or start a new run"
@@ -348,6 +348,8 @@ def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
         saved.pop("builtin", None)
     if "cpu" in given:
         saved.pop("device", None)
+    if given.get("precision") == "auto" and saved:
+        given["precision"] = saved["precision"]
     settings = argparse.Namespace(**{**DEFAULTS, **saved, **given})
     settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
     check_settings(settings)
@@ -431,6 +433,7 @@ class Launch:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     where: Where = dataclasses.field(default_factory=Where)
+    timeout: int = 600  # seconds after which a rank that others wait for counts as hung
     lock: Any = None  # the run folder's lock file, open until the process ends
 
     def choose(self, what: str, chosen: Any, reason: str) -> None:
@@ -469,7 +472,10 @@ def read_launcher(where: Where | None = None) -> Launch:
                 f"WORLD_SIZE={world_size} but {name} is not set; "
                 "launch with python -m torch.distributed.run"
             )
-    return Launch(rank, local_rank, world_size, local_world_size, where=where or Where())
+    timeout = variable("DDP_TIMEOUT_S", 600, 1)
+    launch = Launch(rank, local_rank, world_size, local_world_size, timeout=timeout)
+    launch.where = where or launch.where
+    return launch
 
 
 def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
@@ -536,11 +542,14 @@ def set_up(launch: Launch) -> None:
         else:
             backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
+    timeout = datetime.timedelta(seconds=launch.timeout + 60)  # the watchdog speaks first
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun keeps its store over a restart, with the addresses of dead ranks in it.
+    store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
-        backend,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S + 60),  # the watchdog speaks first
+        backend, store=store, rank=rank, world_size=ranks, timeout=timeout,
         device_id=launch.device if backend == "nccl" else None,
-    )
+    )  # fmt: skip
 
 
 def gather(value: Any, launch: Launch) -> list:
@@ -686,9 +695,11 @@ class Watchdog:
     """Finds the rank that the others wait for, and ends the job with everybody's stack.
 
     A thread of each rank notes once a second, in the launcher's key-value store, what the rank
-    does. When a rank stays in one phase for `TIMEOUT_S`, all ranks print their stacks, compare
-    notes for three more seconds, and the first rank that still answers names the missing one.
+    does. When a rank stays in one phase too long, all ranks print their stacks, compare notes for
+    three more seconds, and the first rank that still answers names the missing one.
     """
+
+    SAVING = "waiting for the last save"  # a phase that may last: a slow disk is no hang
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.main, self.over = launch, threading.get_ident(), threading.Event()
@@ -702,47 +713,63 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self.over.set()
         if self.thread.ident:
-            self.thread.join()
+            self.thread.join(timeout=5)  # it may be waiting for a store that left with rank 0
 
     def _watch(self) -> None:
-        rank, where, notes = str(self.launch.rank), self.launch.where, []
+        rank, where, readings = str(self.launch.rank), self.launch.where, []
         ranks = [str(r) for r in range(self.launch.world_size)]
         try:
             # A connection of its own: the one of the process group may be waiting.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False)
+            patience = datetime.timedelta(seconds=10)
+            store = dist.TCPStore(address, port, is_master=False, timeout=patience)
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"watchdog/{restart}", store)
             for beat in itertools.count():
-                store.set(rank, json.dumps([beat, where.step, where.phase, where.meets]))
-                if time.monotonic() - where.since > TIMEOUT_S:
+                note = {
+                    "beat": beat, "step": where.step, "phase": where.phase, "meets": where.meets,
+                    "host": socket.gethostname(), "pid": os.getpid(),
+                }  # fmt: skip
+                store.set(rank, json.dumps(note))
+                notes = [json.loads(store.get(r)) for r in ranks if store.check([r])]
+                if any(note["phase"] == self.SAVING for note in notes):
+                    where.since = time.monotonic()
+                if time.monotonic() - where.since > self.launch.timeout:
                     store.set("hang", "")
                 if store.check(["hang"]):
-                    if not notes:
+                    if not readings:
                         stack = traceback.format_stack(sys._current_frames()[self.main])
                         print(f"stack of rank {rank}:", *stack, file=sys.stderr, flush=True)
-                    known = [json.loads(store.get(r)) if store.check([r]) else None for r in ranks]
-                    notes.append([note or [-1, 0, "?", False] for note in known])
-                    if len(notes) == 4:
+                    readings.append(notes)
+                    if len(readings) == 4:
                         break
-                if self.over.wait(1):
+                if self.over.wait(1) and not readings:
                     return
         except (RuntimeError, dist.DistError):  # the store left with the launcher or rank 0
             return
-        self._end(notes[0], notes[-1])
+        self._end(readings[0], readings[-1])
 
-    def _end(self, before: list[list], after: list[list]) -> None:
-        silent = [r for r, (old, new) in enumerate(zip(before, after)) if new[0] == old[0]]
-        newest = max(step for _, step, _, _ in after)
-        behind = [r for r, (_, step, _, meets) in enumerate(after) if step < newest or not meets]
+    def _end(self, before: list[dict], after: list[dict]) -> None:
+        silent = [
+            r for r, (old, new) in enumerate(zip(before, after)) if old["beat"] == new["beat"]
+        ]
+        newest = max(note["step"] for note in after)
+        behind = [r for r, n in enumerate(after) if n["step"] < newest or not n["meets"]]
         places = ", ".join(
-            f"rank {r} at update {step}, {phase}" + " (does not answer)" * (r in silent)
-            for r, (_, step, phase, _) in enumerate(after)
+            f"rank {r} at update {note['step']}, {note['phase']}"
+            + " (does not answer)" * (r in silent)
+            for r, note in enumerate(after)
         )
         missing = ", ".join(f"rank {r}" for r in silent or behind) or "none, all wait"
-        verdict = f"no progress for {TIMEOUT_S:g} s; missing: {missing} ({places})"
-        if self.launch.rank == min(r for r in range(len(after)) if r not in silent):
+        verdict = f"no progress for {self.launch.timeout} s; missing: {missing} ({places})"
+        if self.launch.rank == min(set(range(len(after))) - set(silent), default=0):
             print(f"error: {verdict}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # the launcher ends all when the first one leaves: let it have spoken
+        for note in (after[r] for r in silent):  # for those the launcher would wait 30 s
+            if note["host"] == socket.gethostname():
+                with contextlib.suppress(OSError):
+                    os.kill(note["pid"], getattr(signal, "SIGKILL", signal.SIGTERM))
         write_launcher_error(verdict)
         os._exit(1)
 
@@ -2064,26 +2091,54 @@ class Checksum:
 
     def __init__(self, file: Any) -> None:
         self.file, self.bytes, self.crc32 = file, 0, 0
+        self.error: OSError | None = None  # PyTorch reports a full disk in words of its own
 
     def write(self, data: Any) -> int:
         self.bytes, self.crc32 = self.bytes + len(data), zlib.crc32(data, self.crc32)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()
 
 
-def complete_checkpoints(folder: Path) -> list[tuple[Path, dict]]:
-    """(path, manifest) of the complete checkpoints in a run folder, newest first."""
+def save_tensors(content: dict, file: Any) -> Checksum:
+    """`torch.save` into an open file; returns its size and checksum. Raises `OSError`."""
+    counted = Checksum(file)
+    try:
+        torch.save(content, counted)
+    except RuntimeError as error:
+        raise counted.error or error from None
+    return counted
+
+
+def checkpoints_in(folder: Path) -> list[tuple[Path, dict]]:
+    """(path, manifest) of the checkpoints in a run folder, newest first; {} if it is unreadable."""
     found = []
     for path in sorted((folder / "checkpoints").glob("step-*"), reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            found.append((path, json.loads((path / "manifest.json").read_text("utf-8"))))
+        content = b""
+        with contextlib.suppress(OSError):
+            content = (path / "manifest.json").read_bytes()
+        found.append((path, read_manifest(content)))
     return found
+
+
+def read_manifest(content: bytes) -> dict:
+    """A checkpoint's manifest, or {} if it is none."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
+        manifest = json.loads(content)
+        if manifest["files"]["state.pt"] and {"step", "val_loss"} <= manifest.keys():
+            return manifest
+    return {}
 
 
 def damage(path: Path, manifest: dict) -> str | None:
     """What is wrong with a checkpoint, or None: sizes and checksums of its files are compared."""
+    if not manifest:
+        return "manifest.json is missing or damaged"
     for name, expected in manifest["files"].items():
         crc32 = size = 0
         try:
@@ -2111,13 +2166,28 @@ class CheckpointWriter:
         self.mirror = Mirror(settings.mirror) if settings.mirror else None
         self.worker = ThreadPoolExecutor(1, initializer=step_aside)
         self.pending: Future | None = None
-        for leftover in (folder / "checkpoints").glob(".*"):  # of a killed save
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in (folder / "checkpoints").glob(".step-*"):  # of a killed save
+            final = leftover.with_name(leftover.stem[1:])
+            if leftover.suffix == ".old" and not final.exists():
+                leftover.rename(final)  # killed while a new one took its place
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, state: dict, manifest: dict) -> None:
         """Hands over a copy of the state; waits only if the last one is still being written."""
         self.wait()
         self.pending = self.worker.submit(self._write, state, manifest)
+
+    def leave_behind(self, step: int) -> None:
+        """Puts aside what is newer than the checkpoint that the run goes on from.
+
+        It is damaged, or of a course that the run leaves; it goes when a new one is safe.
+        """
+        for path in (self.folder / "checkpoints").glob("step-*"):
+            if path.name > f"step-{step:08d}":
+                aside = path.with_name(f"left-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
 
     def check(self) -> None:
         """Raises the `WriteError` of a save that failed in the background."""
@@ -2134,15 +2204,15 @@ class CheckpointWriter:
 
         def write(partial: Path) -> None:
             def write_state(file: Any) -> None:
-                counted = Checksum(file)
-                torch.save(state, counted)
+                counted = save_tensors(state, file)
                 manifest["files"] = {"state.pt": [counted.bytes, counted.crc32]}
 
             write_file(partial / "state.pt", write_state)
             write_json(partial / "manifest.json", manifest)
 
         write_folder(final, write)
-        for path in superseded(complete_checkpoints(self.folder), self.keep):
+        left = list(final.parent.glob("left-*"))
+        for path in left + superseded(checkpoints_in(self.folder), self.keep, final.name):
             discard(path)
         if self.mirror:
             self.mirror.put_checkpoint(self.folder, final, self.keep)
@@ -2161,11 +2231,16 @@ def step_aside() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def superseded(checkpoints: list[tuple[Path, dict]], keep: int) -> list[Path]:
-    """Of (path, manifest), newest first: all but the `keep` newest and the best."""
-    rated = [c for c in checkpoints if c[1]["val_loss"] is not None]
-    best = min(rated, key=lambda c: c[1]["val_loss"])[0] if rated else None
-    return [path for path, _ in checkpoints[keep:] if path != best]
+def superseded(found: list[tuple[Path, dict]], keep: int, newest: str) -> list[Path]:
+    """Of (path, manifest), newest first: all but the `keep` newest and the best.
+
+    What is beyond `newest`, the one just written, is of a course that the run has left.
+    """
+    beyond = [path for path, _ in found if path.name > newest]
+    found = [(path, manifest) for path, manifest in found if path.name <= newest]
+    rated = [(m["val_loss"], path) for path, m in found if m and m["val_loss"] is not None]
+    best = min(rated)[1] if rated else None
+    return beyond + [path for path, _ in found[keep:] if path != best]
 
 
 def discard(path: Path) -> None:
@@ -2198,9 +2273,11 @@ class Mirror:
             self._put(folder / name, name)
         for file in ("state.pt", "manifest.json"):
             self._put(path / file, f"checkpoints/{path.name}/{file}")
-        for old in superseded(self.checkpoints(), keep):
-            for file in ("manifest.json", "state.pt"):
-                self._try(f"remove {old.name}", self.fs.rm, f"{self.root}/checkpoints/{old}/{file}")
+        for old in superseded(self.checkpoints(), keep, path.name):
+            place = f"{self.root}/checkpoints/{old}"
+            for name in (f"{place}/manifest.json", place):  # it is complete until the manifest goes
+                if self.fs.exists(name):
+                    self._try(f"remove {old}", self.fs.rm, name, recursive=True)
 
     def put_results(self, folder: Path) -> None:
         for path in sorted(folder.rglob("*")):
@@ -2209,12 +2286,17 @@ class Mirror:
                 self._put(path, name)
 
     def checkpoints(self) -> list[tuple[Path, dict]]:
-        """(name, manifest) of the complete checkpoints there, newest first."""
+        """(name, manifest) of the checkpoints there, newest first; {} if it is unreadable."""
         self.fs.invalidate_cache()
-        found = []
-        for path in sorted(self.fs.glob(f"{self.root}/checkpoints/step-*/manifest.json"))[::-1]:
-            with contextlib.suppress(OSError, ValueError):
-                found.append((Path(path.split("/")[-2]), json.loads(self.fs.cat_file(path))))
+        folders, found = [], []
+        with contextlib.suppress(FileNotFoundError):
+            folders = self.fs.ls(f"{self.root}/checkpoints", detail=False)
+        for path in sorted((folder.rstrip("/") for folder in folders), reverse=True):
+            name, content = path.split("/")[-1], b""
+            if name.startswith("step-"):
+                with contextlib.suppress(FileNotFoundError):
+                    content = self.fs.cat_file(f"{path}/manifest.json")
+                found.append((Path(name), read_manifest(content)))
         return found
 
     def fetch(self, name: str, to: Path) -> None:
@@ -2225,14 +2307,17 @@ class Mirror:
     def _put(self, path: Path, name: str) -> None:
         target = f"{self.root}/{name}"
         self._try("make a folder", self.fs.makedirs, target.rsplit("/", 1)[0], exist_ok=True)
-        self._try(f"write {name}", self.fs.put_file, str(path), target)
+        beside = f"{target}.partial" if "file" in self.fs.protocol else target
+        self._try(f"write {name}", self.fs.put_file, str(path), beside)
+        if beside != target:  # only object stores show nothing of a file before it is complete
+            self._try(f"write {name}", os.replace, beside, target)
 
     def _try(self, what: str, function: Callable, *args: Any, **options: Any) -> None:
         for pause in (1, 2, 4, None):
             try:
                 return function(*args, **options)
             except Exception as error:  # every file system has its own kinds
-                if pause is None:
+                if pause is None or isinstance(error, FileNotFoundError):
                     raise WriteError(f"{self.url}: cannot {what}: {reason_of(error)}") from None
                 time.sleep(pause)
 
@@ -2255,11 +2340,17 @@ def saved_settings(source: str) -> dict:
         else:
             content = json.loads((Path(run) / "run.json").read_text("utf-8"))
         saved = {k: v for k, v in content["settings"].items() if k in DEFAULTS}
-    except UserError:
-        raise
+        if not isinstance(saved.get("corpus_file") or "", str):
+            raise ValueError("corpus_file is no path")
+        flag_parser().parse_args(  # are they values that the command line would take?
+            f"--{name.replace('_', '-')}={value}" for name, value in saved.items()
+            if value is not None and not isinstance(value, bool)
+        )  # fmt: skip
+    except UserError as error:
+        raise UserError(f"--resume {source}: {error}") from None
     except Exception as error:  # every file system has its own kinds
         raise UserError(f"--resume {source}: no run with a run.json: {reason_of(error)}") from None
-    for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "threads", "cpu"):
+    for name in ("resume", "overwrite", "output_dir", "dry_run", "generate", "cpu"):
         saved.pop(name, None)
     saved["corpus_file"] = Path(saved["corpus_file"]) if saved.get("corpus_file") else None
     return saved
@@ -2275,14 +2366,14 @@ def read_state(source: str) -> tuple[dict, str]:
     notes = []
     with tempfile.TemporaryDirectory() as copies:
         folder = Path(copies) if mirror else Path(run)
-        for path, manifest in mirror.checkpoints() if mirror else complete_checkpoints(folder):
+        for path, manifest in mirror.checkpoints() if mirror else checkpoints_in(folder):
             if named and path.name != named:
                 continue
-            if mirror:
+            if mirror and manifest:
                 path = folder / path.name
-                for file in manifest["files"]:
-                    mirror.fetch(f"checkpoints/{path.name}/{file}", path / file)
-                mirror.fetch("metrics.jsonl", folder / "metrics.jsonl")
+                with contextlib.suppress(WriteError):  # what is missing is damage, found below
+                    mirror.fetch(f"checkpoints/{path.name}/state.pt", path / "state.pt")
+                    mirror.fetch("metrics.jsonl", folder / "metrics.jsonl")
             problem = damage(path, manifest)
             if problem is None:
                 # Plain tensors and plain types only: nothing in the file can run code.
@@ -2299,11 +2390,15 @@ def after_restart(given: dict) -> dict:
     """What a restart by torchrun --max-restarts changes: the job goes on in its own folder."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or "generate" in given:
         return {}
-    folders = [given["output_dir"]] if "output_dir" in given else sorted(Path("runs").glob("*"))
+    folders = sorted(Path("runs").glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if "output_dir" in given:
+        folders = [given["output_dir"]]
+    elif given.get("resume") and "://" not in given["resume"]:
+        folders = [Path(run_and_checkpoint(given["resume"])[0])]
     for folder in folders:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((folder / "run.json").read_text("utf-8"))["launch"] == launch_id():
-                if complete_checkpoints(folder):
+                if any(manifest for _, manifest in checkpoints_in(folder)):
                     return {"resume": str(folder), "output_dir": folder}
                 return {"output_dir": folder, "overwrite": True}
     return {}
@@ -2323,15 +2418,16 @@ def open_run_folder(launch: Launch, settings: argparse.Namespace) -> Path:
     (without --overwrite or --resume) or cannot be written.
     """
     name = f"{settings.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    home = None  # of the run that goes on, if it is a folder
-    if settings.resume and "://" not in settings.resume:
-        home = Path(run_and_checkpoint(settings.resume)[0])
-    folder, attempt = settings.output_dir or home or Path("runs") / name, 1
-    in_place = home is not None and folder.resolve() == home.resolve()
+    folder, attempt, in_place = settings.output_dir or Path("runs") / name, 1, False
+    if settings.resume:
+        source = Path(run_and_checkpoint(settings.resume.removeprefix("file://"))[0])
+        if not settings.output_dir and "://" not in settings.resume:
+            folder = source
+        in_place = folder.resolve() == source.resolve()
     with together(launch):
         while launch.rank == 0:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=bool(settings.output_dir or in_place))
                 launch.lock = lock_file(folder / ".lock")
                 if settings.overwrite and not in_place:
                     for old in (folder / artifact for artifact in ARTIFACTS):
@@ -2364,10 +2460,11 @@ def lock_file(path: Path) -> Any:
     with contextlib.suppress(ImportError):  # Windows
         import fcntl
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is training in {path.parent}") from None
+        try:  # not flock, which loader workers would inherit and hold when their rank was killed
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # else: a disk that knows no locks
+                raise UserError(f"another process is training in {path.parent}") from None
     return file
 
 
@@ -2378,10 +2475,13 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         write(beside)
+        old = path.with_name(f".{path.name}.old")
         if path.exists():
-            discard(path)
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
         beside.rename(path)
         flush_folder(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except WriteError:
         raise
     except Exception as error:  # safetensors has kinds of its own
@@ -2394,7 +2494,7 @@ def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
     """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
     state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     content = {"config": model.config, "model": state}
-    write_file(folder / "tiny_transformer.pt", lambda file: torch.save(content, file))
+    write_file(folder / "tiny_transformer.pt", lambda file: save_tensors(content, file))
 
 
 def save_qwen(
@@ -2630,7 +2730,7 @@ def rows_until(earlier: str, progress: Progress) -> list[dict]:
     """The rows of a run's `metrics.jsonl` that belong to it up to `progress`."""
     rows = []
     for line in earlier.splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a killed run may be cut
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed run's last may be cut
             row = json.loads(line)
             if row["step"] <= (progress.validated if "val_loss" in row else progress.step):
                 rows.append(row)
@@ -2675,7 +2775,7 @@ def write_run_file(run: Run, folder: Path) -> None:
     counts = [(p.numel(), p.requires_grad) for p in run.model.parameters()]
     given = {name: value for name, value in vars(settings).items() if name in DEFAULTS}
     content = {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in given.items()},
+        "settings": {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in given.items()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "numpy": np.__version__, "platform": platform.platform()} | run.versions,
         "world_size": launch.world_size,
@@ -2885,8 +2985,11 @@ class Trainer:
         if stopped_by or (s.save_every and (last or better or progress.step % s.save_every == 0)):
             self.save()
         if stopped_by and not finished:
+            self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
             if self.writer:
                 self.writer.wait()
+            # Ranks meet: when one leaves, the launcher may end the one that still saves.
+            agreed(stopped_by, self.launch)
             raise Stopped(
                 f"{signal.Signals(stopped_by).name} after update {progress.step} of {log.updates}; "
                 f"the state is saved, go on with --resume {log.folder}",
@@ -2925,16 +3028,16 @@ class Trainer:
             "global_batch": global_batch(self.launch, self.settings),
         }
         val_loss = progress.val_loss if progress.validated == progress.step else None
+        self.launch.where.enter(Watchdog.SAVING)
         self.writer.save(state, {"format": 1, "step": progress.step, "val_loss": val_loss})
 
     def restore(self, state: dict) -> None:
         """Takes over a state that `read_state` returned; `progress` was taken over before."""
+        if self.writer:
+            self.writer.leave_behind(self.progress.step)
         self.saved = self.progress.step
-        own = dict(trained_parameters(self.bare))
-        if own.keys() != state["model"].keys():
-            raise UserError(f"checkpoint and model differ in {own.keys() ^ state['model'].keys()}")
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in trained_parameters(self.bare):
                 parameter.copy_(state["model"][name])
         if self.launch.world_size > 1:
             # DDP arranges its buckets anew after the first backward pass, and the order of adding
@@ -2986,6 +3089,13 @@ def resume_from(run: Run) -> dict:
         raise UserError(
             f"the interrupted run's corpus has {state['corpus']}, this one {run.data.identity}"
         )
+    own, saved = (
+        {name: tuple(p.shape) for name, p in m}
+        for m in (trained_parameters(run.model), state["model"].items())
+    )
+    if own != saved:
+        different = sorted(name for name, _ in own.items() ^ saved.items())
+        raise UserError(f"checkpoint and model differ in {different[0]}; was run.json changed?")
     ranks, wanted = launch.world_size, state["global_batch"]
     if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
         per_rank = wanted // ranks
