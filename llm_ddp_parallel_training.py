@@ -41,6 +41,7 @@ import dataclasses
 import datetime
 import errno
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -908,7 +909,7 @@ class Lines(Sequence[str]):
                 if not isinstance(sample, str):
                     if not (self.chat and isinstance(sample, list) and sample):
                         raise TypeError
-                    sample = "".join(f"{m['role']}{m['content']}" for m in sample)
+                    sample = "".join(m["role"] + m["content"] for m in sample)
                 sizes[i] = len(sample.encode("utf-8"))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 line = self.corpus.buffer[: self.starts[i]].count(b"\n") + 1
@@ -928,7 +929,9 @@ class Lines(Sequence[str]):
         if not self.jsonl:
             return raw.decode("utf-8")
         content = json.loads(raw)
-        return content["messages"] if self.chat and "messages" in content else content["text"]
+        if self.chat and "messages" in content:
+            return list(content["messages"])  # a text in its place would pass for a sample
+        return content["text"]
 
     def sizes(self, ids: slice | np.ndarray) -> np.ndarray:
         """UTF-8 bytes of the samples `ids`, int64."""
@@ -1304,9 +1307,11 @@ def tokenize(tokenizer: Any, content: str | list[dict]) -> tuple[np.ndarray, np.
     ids = np.array(encoded["input_ids"])
     begin, end = np.array(encoded["offset_mapping"]).T
     labels = np.full(len(ids), IGNORE)
+    # An end-of-turn token is special, but not always one of those that the tokenizer has names for.
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     for first, last in answers:
         inside = np.flatnonzero((first <= begin) & (begin < end) & (end <= last))
-        ends = inside[np.isin(ids[inside], tokenizer.all_special_ids)]
+        ends = inside[np.isin(ids[inside], special)]
         if len(ends):  # what a template puts behind the end-of-turn token is no answer
             inside = inside[inside <= ends[-1]]
         labels[inside] = ids[inside]
@@ -1568,9 +1573,9 @@ class FrozenHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor):
-        """hidden [N, D], head [D → V], targets int64 [N] → float32 scalar."""
+        """hidden [N, D], head [D → V], targets int64 [N] → scalar, summed up in float64."""
         weight, bias = head.weight, head.bias
-        total = torch.zeros((), device=hidden.device)
+        total = torch.zeros((), dtype=exact(hidden), device=hidden.device)
         gradient = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
         buffer = weight.new_empty(min(FrozenHeadLoss.CHUNK, len(hidden)), len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -1584,7 +1589,7 @@ class FrozenHeadLoss(torch.autograd.Function):
                 top = logits.amax(1, keepdim=True)
                 chosen = logits.gather(1, target)
                 normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)  # logits is now e^(z-top)
-                total += (normalizer.log() + top - chosen).sum()
+                total += (normalizer.log() + top - chosen).sum(dtype=total.dtype)
                 part = gradient[at : at + FrozenHeadLoss.CHUNK]
                 part.copy_(torch.mm(logits.to(weight.dtype), weight)).div_(normalizer)  # p W
                 part.sub_(weight[target[:, 0]])  # − W_t
@@ -1638,7 +1643,7 @@ class CausalLMWithLoss(nn.Module):
         total = FrozenHeadLoss.apply(
             hidden[learned], causal.get_output_embeddings(), targets[learned]
         )
-        return total.to(exact(total)) / learned.sum().clamp(min=1)
+        return total / learned.sum().clamp(min=1)
 
 
 def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
@@ -1653,6 +1658,8 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # PEFT asks transformers by a name that is on its way out.
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
     name, folder = settings.base_model, Path(settings.base_model).expanduser()
     trouble, local = f"--base-model {name}", folder.is_dir()
     remedy = "; a folder that save_pretrained wrote needs no network: --base-model FOLDER"
@@ -1675,6 +1682,8 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
     if report["missing_keys"]:  # transformers would go on with random values
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(f"{trouble}: the files lack the weights {missing}{remedy}")
+    if not tokenizer("a")["input_ids"]:  # transformers makes up an empty one
+        raise UserError(f"{trouble}: the folder has no tokenizer{remedy}")
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise UserError(f"{trouble}: it needs a fast tokenizer with an EOS token")
     with torch.no_grad():
@@ -1732,11 +1741,7 @@ def add_lora(model: Any, settings: argparse.Namespace) -> Any:
         r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
         target_modules=targets, bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
-    with warnings.catch_warnings():  # PEFT asks transformers by a name that is on its way out
-        warnings.filterwarnings(
-            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
-        )
-        peft_model = get_peft_model(model, config, autocast_adapter_dtype=True)
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=True)
     if settings.gradient_checkpointing:
         # Not reentrant: DDP then sees each gradient once, and frozen embeddings may come first.
         enable = getattr(model, "activation_checkpointing_enable", None)  # its newer name
@@ -2380,7 +2385,7 @@ def read_state(source: str) -> tuple[dict, str]:
                 state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
                 with contextlib.suppress(FileNotFoundError):
                     state["metrics"] = (folder / "metrics.jsonl").read_text("utf-8")
-                return state, "; ".join([*notes, f"continuing from {run}, {path.name}"])
+                return state, "; ".join([*notes, f"continuing from {run}/checkpoints/{path.name}"])
             notes.append(f"{path.name} is damaged ({problem})")
     what = f"checkpoint {named}" if named else "complete checkpoint"
     raise UserError("; ".join([*notes, f"--resume {run}: no {what} there; see --save-every"]))
@@ -2857,7 +2862,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
         data = build_data(s, tokenizer)
         torch.manual_seed(s.seed)
         peft_model = add_lora(base, s).to(launch.device)
-    model = CausalLMWithLoss(peft_model)
+    # from_pretrained leaves eval mode on, in which transformers checkpoints no gradients.
+    model = CausalLMWithLoss(peft_model).train()
     count = sum(p.numel() for _, p in trained_parameters(model))
     total = sum(p.numel() for p in model.parameters())
     if not count:
@@ -3192,6 +3198,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_ending(log, digest, run.frozen)
         if launch.world_size > 1:
             dist.barrier()  # ranks meet: nobody leaves before rank 0 has saved
+            # DDP holds the process group, whose threads must end before the interpreter does.
+            trainer.model = run.model
+            gc.collect()
 
 
 def print_ending(log: RunLog, digest: str, frozen: str) -> None:

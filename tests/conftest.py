@@ -64,7 +64,10 @@ def run_command(args: list[str], timeout: float = 120, **options) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC")
+LAUNCHERS_OWN = (
+    "RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC",
+    "TOKENIZERS_PARALLELISM",  # the script sets it, when a test calls it in this process
+)  # fmt: skip
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -162,3 +165,11 @@ def digest_line(finished: Finished) -> str:
     """The weights' sha256 that a run printed."""
     (line,) = [x for x in finished.out.splitlines() if x.startswith("weights sha256 ")]
     return line.split()[2]
+
+
+@pytest.fixture(scope="session")
+def small_qwen(tmp_path_factory) -> Path:
+    """A folder for --base-model: a small Qwen2 of random weights with tied embeddings."""
+    from qwen_assets import save_folder
+
+    return save_folder(tmp_path_factory.mktemp("base") / "small-qwen")
