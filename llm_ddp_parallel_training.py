@@ -41,7 +41,6 @@ import dataclasses
 import datetime
 import errno
 import functools
-import gc
 import hashlib
 import itertools
 import json
@@ -630,6 +629,9 @@ def one_clear_ending(where: Where) -> Iterator[None]:
         sys.exit(1)
     finally:
         if dist.is_initialized():
+            # Gloo's threads drop the last tensors a moment after a collective has returned, and
+            # need the interpreter for it: a group destroyed meanwhile hangs or aborts the process.
+            time.sleep(0.2)
             dist.destroy_process_group()
 
 
@@ -3198,9 +3200,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_ending(log, digest, run.frozen)
         if launch.world_size > 1:
             dist.barrier()  # ranks meet: nobody leaves before rank 0 has saved
-            # DDP holds the process group, whose threads must end before the interpreter does.
-            trainer.model = run.model
-            gc.collect()
 
 
 def print_ending(log: RunLog, digest: str, frozen: str) -> None:
