@@ -2936,6 +2936,14 @@ class Trainer:
 
     def fit(self, stop: StopRequest) -> None:
         """Trains until all updates are done. Raises `Stopped` after saving when a signal came."""
+        try:
+            self._fit(stop)
+        finally:
+            for loader in (self.loader, self.val_loader):  # workers ignore the signals of an exit
+                if self.settings.num_workers and loader._iterator is not None:
+                    loader._iterator._shutdown_workers()
+
+    def _fit(self, stop: StopRequest) -> None:
         s, log, progress = self.settings, self.log, self.progress
         log.restart_clock()
         self._due_after_update(stop)  # a run that was stopped while it validated

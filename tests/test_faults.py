@@ -20,6 +20,8 @@ import pytest
 from conftest import SCRIPT, clean_environment, command, digest_line, losses, run_command
 from quick import Job, checkpoints, hashes, here, job, steps
 
+import llm_ddp_parallel_training as reference
+
 SPOILED = Path(__file__).parent / "spoiled.py"
 FLAGS = ("--dropout", 0.1, "--log-every", 1, "--batch-size", 4)
 PACE = {"kind": "pace", "value": 0.05}
@@ -265,16 +267,16 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_last_good_checkpoint(tmp_p
     assert [e.status for e in resumed] == [0] * ranks, resumed
 
 
-def test_a_failed_background_save_ends_the_run_at_the_next_update(tmp_path):
+def test_a_failed_background_save_ends_the_run_at_the_next_update(tmp_path, monkeypatch):
+    def full(content, file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reference, "save_tensors", full)
     run = tmp_path / "run"
-    here(*FLAGS, "--max-steps", 1, "--output-dir", run)
-    (run / "checkpoints").write_text("a file in the way", encoding="utf-8")
-    flags = (*FLAGS, "--max-steps", 300, "--save-every", 2, "--output-dir", run)
-    (run / "run.json").unlink()
-    finished = here(*flags)
+    finished = here(*FLAGS, "--max-steps", 300, "--save-every", 2, "--output-dir", run)
     assert finished.status == 1
     (line,) = finished.err.splitlines()
-    assert "cannot write" in line and "checkpoints" in line
+    assert "cannot write" in line and "checkpoints" in line and "No space left" in line
     assert steps(run)[-1] < 300
 
 

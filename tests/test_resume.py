@@ -148,7 +148,9 @@ def test_another_number_of_ranks_trains_on_the_same_records(tmp_path, before, af
         path.rename(tmp_path / f"first.{path.name}")
     endings = job(after, "--resume", tmp_path / "run", faults=[notes])
     assert [e.status for e in endings] == [0] * after, endings
-    assert "keeps the 8 sequences an update" in endings[0].out  # how the global batch is kept is printed
+    assert (
+        "keeps the 8 sequences an update" in endings[0].out
+    )  # how the global batch is kept is printed
 
     def ids_per_update(pattern: str) -> list[set[int]]:
         shares = [
