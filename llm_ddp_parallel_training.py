@@ -19,7 +19,7 @@ Qwen2.5-0.5B-Instruct with LoRA, one process per GPU:
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         llm_ddp_parallel_training.py --model qwen --batch-size 1 --seq-len 64 --max-steps 2
 
-It is read from top to bottom. Who came for DDP reads six sections and skips the others:
+It is read from top to bottom. Who came for DDP reads six sections, about 900 lines:
 
     launch and process group     who am I, which device, which backend
     sampler                      how ranks share the samples of an epoch
@@ -42,6 +42,7 @@ import datetime
 import errno
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -238,7 +239,8 @@ def flag_parser() -> argparse.ArgumentParser:
         "that are not given keep their values")
     add("--dry-run", action="store_true",
         help="check settings and data, print what would happen; train and write nothing")
-    add("--generate", metavar="PROMPT", help="continue PROMPT with the model of the --resume run")
+    add("--generate", metavar="PROMPT",
+        help="continue PROMPT with the model of the --resume run, on the CPU")
 
     add = parser.add_argument_group("data").add_argument
     add("--corpus-file", type=Path, help="your own UTF-8 text instead of --builtin")
@@ -346,6 +348,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> argparse.Namespace:
             )
     if "corpus_file" in given:
         saved.pop("builtin", None)
+    if {"epochs", "max_steps"} & given.keys():  # the length is given anew, not the smaller of both
+        saved.pop("epochs", None)
+        saved.pop("max_steps", None)
     if "cpu" in given:
         saved.pop("device", None)
     if given.get("precision") == "auto" and saved:
@@ -452,11 +457,13 @@ def read_launcher(where: Where | None = None) -> Launch:
     None of them set: one process on its own. Raises `UserError` for values that make no sense.
     """
 
-    def variable(name: str, default: int, low: int, below: float = math.inf) -> int:
+    def variable(
+        name: str, default: int, low: int, below: float = math.inf, kind: type = LaunchError
+    ) -> int:
         text = os.environ.get(name, str(default))
         if not text.strip().isdecimal() or len(text) > 9 or not low <= int(text) < below:
             limit = "" if below == math.inf else f" and below {below}"
-            raise LaunchError(
+            raise kind(
                 f"environment variable {name}={text!r} should be a whole number of at least "
                 f"{low}{limit}; launch with python -m torch.distributed.run, or unset it"
             )
@@ -472,7 +479,7 @@ def read_launcher(where: Where | None = None) -> Launch:
                 f"WORLD_SIZE={world_size} but {name} is not set; "
                 "launch with python -m torch.distributed.run"
             )
-    timeout = variable("DDP_TIMEOUT_S", 600, 1)
+    timeout = variable("DDP_TIMEOUT_S", 600, 1, kind=UserError)  # alike on all ranks
     launch = Launch(rank, local_rank, world_size, local_world_size, timeout=timeout)
     launch.where = where or launch.where
     return launch
@@ -495,7 +502,8 @@ def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
         torch.cuda.set_device(launch.device)
     elif mps:
         launch.device = torch.device("mps")
-    why = f"--device {asked}" if asked != "auto" else "the first of cuda, mps, cpu that is here"
+    order = "cuda, cpu" if several else "cuda, mps, cpu"
+    why = f"--device {asked}" if asked != "auto" else f"the first of {order} that is here"
     launch.choose("device", launch.device, why)
 
     why = f"--precision {settings.precision}"
@@ -506,7 +514,7 @@ def choose_device(launch: Launch, settings: argparse.Namespace) -> None:
             settings.precision = "bf16" if major >= 8 else "fp16"
             why = f"capability {major}.{minor}; bf16 in hardware begins at 8.0"
     elif settings.precision == "fp16" and launch.device.type != "cuda":
-        raise UserError("--precision fp16 needs CUDA; use bf16 or fp32 here")
+        raise UserError("--precision fp16 needs CUDA; a new run can use bf16 or fp32")
     launch.choose("precision", settings.precision, why)
     choose_threads(launch, settings)
 
@@ -517,12 +525,13 @@ def choose_threads(launch: Launch, settings: argparse.Namespace) -> None:
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     threads = max(1, cores // launch.local_world_size)
     why = f"{cores} cores / {launch.local_world_size} ranks on this machine"
-    # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it.
+    # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it; a user's
+    # own 1 looks the same, so use --threads 1.
     omp = os.environ.get("OMP_NUM_THREADS", "")
-    launchers = omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    by_torchrun = omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if settings.threads:
         threads, why = settings.threads, "--threads"
-    elif omp.isdecimal() and int(omp) > 0 and not launchers:
+    elif omp.isdecimal() and int(omp) > 0 and not by_torchrun:
         threads, why = int(omp), "OMP_NUM_THREADS"
     torch.set_num_threads(threads)
     launch.choose("threads", f"{threads} per rank", why)
@@ -542,7 +551,9 @@ def set_up(launch: Launch) -> None:
         else:
             backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
-    timeout = datetime.timedelta(seconds=launch.timeout + 60)  # the watchdog speaks first
+    # While training, the watchdog finds what hangs. The group itself must outlast a download, a
+    # slow disk and the upload of the results, for which the others wait for rank 0.
+    timeout = datetime.timedelta(seconds=max(launch.timeout + 60, 7200))
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
     # torchrun keeps its store over a restart, with the addresses of dead ranks in it.
     store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -725,7 +736,8 @@ class Watchdog:
             # A connection of its own: the one of the process group may be waiting.
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             patience = datetime.timedelta(seconds=10)
-            store = dist.TCPStore(address, port, is_master=False, timeout=patience)
+            libuv = sys.platform != "win32"  # where PyTorch is built without it
+            store = dist.TCPStore(address, port, is_master=False, timeout=patience, use_libuv=libuv)
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"watchdog/{restart}", store)
             for beat in itertools.count():
@@ -1401,7 +1413,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class TokenizedSamples(Dataset):
     """Samples as tokens; item `i` is `(record_id, pieces)`, a piece being (ids, labels).
 
-    One piece an item, or with --pack as many as fill a window.
+    One piece an item, or with --pack as many as fill a window. All are held in memory, on every
+    rank, 16 bytes a token.
     """
 
     def __init__(
@@ -1410,9 +1423,12 @@ class TokenizedSamples(Dataset):
         records, pieces = [], []
         for record_id, content in samples:
             counts["chats"] += not isinstance(content, str)
-            for piece in fit(*tokenize(tokenizer, content), settings, counts):
-                records.append(record_id)
-                pieces.append(piece)
+            try:
+                cut = fit(*tokenize(tokenizer, content), settings, counts)
+            except UserError as error:
+                raise UserError(f"sample {record_id + 1}, blank lines left out: {error}") from None
+            records += [record_id] * len(cut)
+            pieces += cut
         windows: Sequence[Sequence[int]] = [[i] for i in range(len(pieces))]
         if settings.pack:
             windows = best_fit([len(ids) for ids, _ in pieces], settings.seq_len)
@@ -1545,22 +1561,24 @@ class TinyCausalTransformer(nn.Module):
         """ids int64 [B, T] → next-token logits [B, T, 258]; T is at most seq_len."""
         length = input_ids.shape[1]
         hidden = self.token_emb(input_ids) + self.pos_emb.weight[:length]  # (B, T, d_model)
-        # True above the diagonal: position i must not look at j > i. Padding is on the right, so
-        # this alone hides it from every real token.
+        # True above the diagonal: position i must not look at j > i. `CausalLayer` says the same
+        # by is_causal=True and does not read the mask; PyTorch's own layer in its place would.
+        # Padding is on the right, so that causality alone hides it from every real token.
         mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         hidden = self.encoder(self.drop(hidden), mask=mask, is_causal=True)
         return self.lm_head(self.norm(hidden))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of logits[:, :-1] against labels[:, 1:], a float64 scalar.
+        """Mean cross-entropy in nats of logits[:, :-1] against labels[:, 1:].
 
+        A scalar, float64 (on Metal float32), so that sums over ranks agree to 1e-7.
         Labels of −100 are left out; a batch without any label gives 0, with zero gradients.
         """
         # Shifting the labels instead of the logits spares a copy of the larger tensor.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # (B·T)
         logits = self.logits(input_ids).flatten(0, 1)  # (B·T, 258)
         losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
-        return losses.sum(dtype=exact(losses)) / (targets != IGNORE).sum().clamp(min=1)
+        return losses.sum(dtype=sum_dtype(losses)) / (targets != IGNORE).sum().clamp(min=1)
 
 
 class FrozenHeadLoss(torch.autograd.Function):
@@ -1577,7 +1595,7 @@ class FrozenHeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor):
         """hidden [N, D], head [D → V], targets int64 [N] → scalar, summed up in float64."""
         weight, bias = head.weight, head.bias
-        total = torch.zeros((), dtype=exact(hidden), device=hidden.device)
+        total = torch.zeros((), dtype=sum_dtype(hidden), device=hidden.device)
         gradient = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
         buffer = weight.new_empty(min(FrozenHeadLoss.CHUNK, len(hidden)), len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -1753,7 +1771,7 @@ def add_lora(model: Any, settings: argparse.Namespace) -> Any:
     return peft_model
 
 
-def exact(like: torch.Tensor) -> torch.dtype:
+def sum_dtype(like: torch.Tensor) -> torch.dtype:
     """The type that sums of losses are kept in: float64, which only Metal GPUs lack."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
@@ -1821,10 +1839,10 @@ def updates_of_epoch(
     ranks, batch = sampler.num_replicas, settings.batch_size
     left = sampler.size - sampler.start
     batches = iter(loader)
+    empty = loader.collate_fn([])
     while left > 0:
         samples = min(left, batch * settings.grad_accum * ranks)  # of this update, over all ranks
         micro_batches = math.ceil(math.ceil(samples / ranks) / batch)
-        empty = loader.collate_fn([])
         yield [next(batches, empty) for _ in range(micro_batches)]
         left -= samples
 
@@ -1862,12 +1880,14 @@ def training_step(
         g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
 
     n is only known when all ranks have added up; it travels together with the loss, after the
-    backward pass. Any c is exact; with the most tokens a rank can have, c·N / n is near 1.
+    backward pass. Any c gives the same G; with the most tokens a rank can have, c·N / n is 1 when
+    no window holds padding, and a rank can begin before it knows n.
     """
     device = launch.device
     capacity = settings.batch_size * settings.grad_accum * (settings.seq_len - 1)  # c
+    # What ranks must agree on, as one message: [Σ S_rj, Σ n_rj, SIGTERM?, SIGINT?]
     totals = torch.tensor([0, 0, stop == signal.SIGTERM, stop == signal.SIGINT], device=device)
-    totals = totals.to(exact(totals))  # summed loss, valid tokens, wishes to stop
+    totals = totals.to(sum_dtype(totals))
 
     for j, batch in enumerate(micro_batches):
         last = j == len(micro_batches) - 1
@@ -1892,6 +1912,7 @@ def training_step(
     launch.where.enter("optimizer")
     scaler.unscale_(optimizer)  # before anything looks at the size of a gradient
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    # The gradients hold g; G is g times this, and clipping will be one factor more.
     correction = capacity * launch.world_size / max(tokens, 1)  # c·N / n
     norm = float(nn.utils.get_total_norm(gradients)) * correction
     result = StepResult(loss_sum / max(tokens, 1), int(tokens), norm)
@@ -1909,6 +1930,8 @@ def training_step(
     scaler.step(optimizer)  # fp16: not taken when unscale_ found an overflow
     scaler.update()
     result.skipped = scaler.get_scale() < before
+    if scaler.get_scale() < 1:  # it begins at 65,536; without a scaler it is 1
+        raise Diverged("fp16 gradients overflow even without a loss scale")
     optimizer.zero_grad(set_to_none=True)
     return result
 
@@ -1923,11 +1946,7 @@ def autocast(launch: Launch, settings: argparse.Namespace) -> contextlib.Abstrac
 
 def inputs_of(batch: dict, device: torch.device) -> dict:
     """What the model takes of a batch, on its device."""
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in batch.items()
-        if name != "record_ids"
-    }
+    return {k: v.to(device, non_blocking=True) for k, v in batch.items() if k != "record_ids"}
 
 
 # ------------------------------------------------------------------------------------------
@@ -1952,28 +1971,26 @@ def evaluate(
     ranks, model_was_training = launch.world_size, model.training
     rounds = math.ceil(math.ceil(len(loader.dataset) / ranks) / settings.batch_size)
     totals = torch.zeros(2, device=launch.device)  # summed loss, valid tokens
-    totals = totals.to(exact(totals))
+    totals = totals.to(sum_dtype(totals))
     batches = iter(loader)
     model.eval()
     for _ in range(rounds):  # as many on every rank, so that all can agree to stop
         launch.where.enter("validation", meets=True)
         if stop:
-            stop.number = agreed(stop.number, launch)
+            stop.number = agreed(stop.number, launch)  # ranks meet
             if stop.number:
-                break
+                model.train(model_was_training)
+                return None
         batch = next(batches, None)
         if batch is not None:  # a rank's share may be one batch shorter
             tokens = valid_targets(batch["labels"])
             with autocast(launch, settings):
                 totals[0] += model(**inputs_of(batch, launch.device)) * tokens
             totals[1] += tokens
-    else:
-        if ranks > 1:
-            dist.all_reduce(totals)  # ranks meet
-        model.train(model_was_training)
-        return float(totals[0] / totals[1])
+    if ranks > 1:
+        dist.all_reduce(totals)  # ranks meet
     model.train(model_was_training)
-    return None
+    return float(totals[0] / totals[1])
 
 
 def agreed(number: int, launch: Launch) -> int:
@@ -2173,7 +2190,7 @@ class CheckpointWriter:
         self.mirror = Mirror(settings.mirror) if settings.mirror else None
         self.worker = ThreadPoolExecutor(1, initializer=step_aside)
         self.pending: Future | None = None
-        for leftover in (folder / "checkpoints").glob(".step-*"):  # of a killed save
+        for leftover in (folder / "checkpoints").glob(".*step-*"):  # of a killed save
             final = leftover.with_name(leftover.stem[1:])
             if leftover.suffix == ".old" and not final.exists():
                 leftover.rename(final)  # killed while a new one took its place
@@ -2252,7 +2269,7 @@ def superseded(found: list[tuple[Path, dict]], keep: int, newest: str) -> list[P
 
 def discard(path: Path) -> None:
     """Removes a checkpoint: first its name, so that it is never visible in part."""
-    dying = path.with_name(f".{path.name}.old")
+    dying = path.with_name(f".{path.name}.gone")  # not .old, which the next start puts back
     shutil.rmtree(dying, ignore_errors=True)
     path.rename(dying)
     shutil.rmtree(dying, ignore_errors=True)
@@ -2683,8 +2700,8 @@ class RunLog:
         self.logged = (progress.tokens, progress.seconds)
         self._row({
             "step": progress.step, "epoch": progress.epoch, "loss": result.loss, "lr": rate,
-            "grad_norm": result.grad_norm, "tokens": progress.tokens, "tokens_per_second": speed,
-            "seconds": progress.seconds,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "tokens": progress.tokens, "tokens_per_second": speed, "seconds": progress.seconds,
             "peak_memory_bytes": peak_memory_bytes(self.launch.device),
         })  # fmt: skip
         overflow = f"  fp16 overflows {progress.skipped}" if progress.skipped else ""
@@ -2718,7 +2735,7 @@ class RunLog:
         except OSError as error:
             raise WriteError(f"cannot write {self.file.name}: {reason_of(error)}") from None
         if self.board:
-            for name in row.keys() - {"step", "epoch"}:
+            for name in [n for n in row.keys() - {"step", "epoch"} if row[n] is not None]:
                 self.board.add_scalar(name, row[name], row["step"])
 
     def close(self) -> None:
@@ -2827,7 +2844,7 @@ class Run:
 
 
 def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
-    """The tiny Transformer, with equal initial weights on all ranks, and its data."""
+    """The tiny Transformer, equal on all ranks by its seed, and its data. Ranks meet."""
     s = settings
     with together(launch):
         data = build_data(s)
@@ -2882,8 +2899,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
         notes=[
             ("model", f"{s.base_model}, {count:,} of {total:,} parameters trained "
                       f"({count / total:.2%}), seed {s.seed}"),
-            ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update; full fine-tuning would "
-                          f"send {4 * (total - count) / 1e6:,.0f} MB"),
+            ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update, if there are several "
+                          f"ranks; full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"),
             ("memory", f"about {qwen_bytes(base, count, s) / 1e6:,.0f} MB a rank beside PyTorch's "
                        "own; lower --batch-size first"),
             ("frozen", f"weights of crc32 {frozen}, compared at the end"),
@@ -2911,10 +2928,15 @@ class Trainer:
         self.sampler = EpochSampler(len(data.train), s.seed)
         if ranks > 1:
             # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
+            # Qwen's only buffers are constants (rotary frequencies): they are sent once, here, and
+            # not in every forward pass, which is the default. (The flag's name before torch 2.13.)
+            known = inspect.signature(DistributedDataParallel).parameters
+            new_name = "forward_sync_buffers" in known
             self.model = DistributedDataParallel(
                 self.bare,
                 device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
+                **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
             )
             self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
         forks = "fork" if s.num_workers and sys.platform == "linux" else None
@@ -2946,7 +2968,7 @@ class Trainer:
     def _fit(self, stop: StopRequest) -> None:
         s, log, progress = self.settings, self.log, self.progress
         log.restart_clock()
-        self._due_after_update(stop)  # a run that was stopped while it validated
+        self._due_after_update(stop)  # after --resume: what a signal had cut short
         while progress.step < log.updates:
             self.sampler.set_epoch(progress.epoch, progress.samples)
             for micro_batches in updates_of_epoch(self.loader, self.sampler, s):
@@ -2980,7 +3002,7 @@ class Trainer:
         s, log, progress = self.settings, self.log, self.progress
         if not progress.step:
             return
-        last, finished = progress.step == log.updates, progress.step == log.updates
+        last = finished = progress.step == log.updates
         if last:
             self._require_finite_weights()
         better = False
@@ -2993,6 +3015,8 @@ class Trainer:
                 raise Diverged(f"update {progress.step}: the validation loss is {loss}; lower --lr")
             else:
                 better = log.validation(loss)
+                if better:
+                    self.saved = 0  # a checkpoint that was taken before does not know it
         if log.active and (finished or (s.sample_every and progress.step % s.sample_every == 0)):
             self.launch.where.enter("sample")
             log.say(f"sample     {self.run.sample()!r}")
@@ -3004,7 +3028,7 @@ class Trainer:
             self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
             if self.writer:
                 self.writer.wait()
-            # Ranks meet: when one leaves, the launcher may end the one that still saves.
+            # Ranks meet, as at a barrier: the launcher may end one that saves when another leaves.
             agreed(stopped_by, self.launch)
             raise Stopped(
                 f"{signal.Signals(stopped_by).name} after update {progress.step} of {log.updates}; "
@@ -3048,7 +3072,7 @@ class Trainer:
         self.writer.save(state, {"format": 1, "step": progress.step, "val_loss": val_loss})
 
     def restore(self, state: dict) -> None:
-        """Takes over a state that `read_state` returned; `progress` was taken over before."""
+        """Takes over a state from `read_state`; `progress` was taken over before. Ranks meet."""
         if self.writer:
             self.writer.leave_behind(self.progress.step)
         self.saved = self.progress.step
@@ -3090,7 +3114,7 @@ def global_batch(launch: Launch, settings: argparse.Namespace) -> int:
 
 
 def resume_from(run: Run) -> dict:
-    """Reads the checkpoint on rank 0 and sends it to all, so that only rank 0 needs the files.
+    """Reads the checkpoint on rank 0 and sends it to all; run.json, every rank has read itself.
 
     Refuses another corpus, and a number of ranks that cannot keep the global batch; otherwise the
     batch per rank and the accumulation are set so that it is kept. Ranks meet.
@@ -3124,6 +3148,11 @@ def resume_from(run: Run) -> dict:
             f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
             f"{global_batch(launch, s)}, but the interrupted run had {wanted} sequences an update"
         )
+    if state["progress"]["step"] > run.updates:
+        raise UserError(
+            f"--resume: the run already made {state['progress']['step']} updates, more than the "
+            f"{run.updates} that --max-steps and --epochs allow; raise --max-steps"
+        )
     return state
 
 
@@ -3140,7 +3169,6 @@ def continue_prompt(settings: argparse.Namespace) -> None:
         return
     if not (folder / "adapter" / "adapter_config.json").is_file():
         raise UserError(f"{folder} has no adapter/: it is not a finished qwen run")
-    s.precision = "fp32" if s.precision == "auto" else s.precision
     base, tokenizer = load_base(s)
     from peft import PeftModel
 
