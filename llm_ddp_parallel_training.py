@@ -2857,7 +2857,9 @@ def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
     return Run(
         launch, s, data, model.to(launch.device),
         collate=functools.partial(tiny_collator, seq_len=s.seq_len),
-        sample=lambda: SAMPLE_PROMPT + generate(model, SAMPLE_PROMPT, SAMPLE_LENGTH, s.seed),
+        sample=lambda: SAMPLE_PROMPT + generate(
+            model, SAMPLE_PROMPT, min(SAMPLE_LENGTH, s.seq_len), s.seed
+        ),
         save=functools.partial(save_tiny, model),
         notes=[
             ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
