@@ -2198,7 +2198,7 @@ class CheckpointWriter:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, state: dict, manifest: dict) -> None:
-        """Hands over a copy of the state; waits only if the last one is still being written."""
+        """Hands over a copy of the state, which nobody may change until `wait` has returned."""
         self.wait()
         self.pending = self.worker.submit(self._write, state, manifest)
 
@@ -2957,6 +2957,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler("cuda", enabled=s.precision == "fp16")
         self.writer = CheckpointWriter(log.folder, s) if launch.rank == 0 else None
         self.saved = 0  # the update after which the newest checkpoint was taken
+        self.copy: dict = {}  # the tensors of that checkpoint
 
     def fit(self, stop: StopRequest) -> None:
         """Trains until all updates are done. Raises `Stopped` after saving when a signal came."""
@@ -3058,11 +3059,17 @@ class Trainer:
         )
         if not self.writer:
             return
+        self.launch.where.enter(Watchdog.SAVING)
+        self.writer.wait()  # the last copy is still being written
         self.launch.where.enter("copy of the state")
         progress = self.progress
+        tensors = {
+            "model": dict(trained_parameters(self.bare)),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        self.copy = copy_to_cpu(tensors, self.copy)
         state = {
-            "model": to_cpu(dict(trained_parameters(self.bare))),
-            "optimizer": to_cpu(self.optimizer.state_dict()),
+            **self.copy,
             "scaler": self.scaler.state_dict(),
             "random": random,
             "progress": dataclasses.asdict(progress),
@@ -3070,7 +3077,6 @@ class Trainer:
             "global_batch": global_batch(self.launch, self.settings),
         }
         val_loss = progress.val_loss if progress.validated == progress.step else None
-        self.launch.where.enter(Watchdog.SAVING)
         self.writer.save(state, {"format": 1, "step": progress.step, "val_loss": val_loss})
 
     def restore(self, state: dict) -> None:
@@ -3096,13 +3102,19 @@ class Trainer:
                 torch.cuda.set_rng_state(own_random["cuda"], self.launch.device)
 
 
-def to_cpu(value: Any) -> Any:
-    """A copy on the CPU of all tensors in nested dicts and lists."""
+def copy_to_cpu(value: Any, into: Any = None) -> Any:
+    """A copy on the CPU of all tensors in nested dicts and lists.
+
+    `into` is an earlier copy whose memory is used again: new memory would cost as much as copying.
+    """
     if isinstance(value, torch.Tensor):
+        if isinstance(into, torch.Tensor) and into.shape == value.shape:
+            return into.copy_(value.detach())
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    return [to_cpu(item) for item in value] if isinstance(value, list) else value
+        into = into if isinstance(into, dict) else {}
+        return {key: copy_to_cpu(item, into.get(key)) for key, item in value.items()}
+    return [copy_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 
 def cuda_random_state(launch: Launch) -> dict:
