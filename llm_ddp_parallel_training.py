@@ -200,6 +200,7 @@ def number(kind: type, low: float, high: float = math.inf, above: bool = False) 
     bounds += "" if high == math.inf else f" and at most {high}"
 
     def convert(text: str) -> Any:
+        """Raises `ArgumentTypeError`, which the parser turns into a `UserError` with the flag."""
         try:
             value = kind(text)
         except ValueError:
@@ -460,6 +461,7 @@ def read_launcher(where: Where | None = None) -> Launch:
     def variable(
         name: str, default: int, low: int, below: float = math.inf, kind: type = LaunchError
     ) -> int:
+        """A whole number, `low` or more and under `below`; else raises `kind`."""
         text = os.environ.get(name, str(default))
         if not text.strip().isdecimal() or len(text) > 9 or not low <= int(text) < below:
             limit = "" if below == math.inf else f" and below {below}"
@@ -1061,6 +1063,7 @@ class DocumentPart:
         self.document, self.begin, self.lengths = document, begin, [end - begin]
 
     def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        """Tokens of the part, uint16, cut at its end; there is only stream 0."""
         end = min(end, self.lengths[stream])
         return self.document.read(self.begin + begin, self.begin + end)
 
@@ -1073,6 +1076,7 @@ class SeparateSamples:
         self.lengths = texts.sizes(ids[np.arange(len(ids))]) + 1
 
     def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        """Tokens of sample `stream`, uint16, cut at its EOS."""
         return encode(self.texts[self.ids[stream]])[begin:end]
 
 
@@ -1095,6 +1099,7 @@ class JoinedSamples:
         self.lengths = [length]
 
     def read(self, stream: int, begin: int, end: int) -> np.ndarray:
+        """Tokens of the joined samples, uint16, cut at the last EOS; there is only stream 0."""
         group = int(np.searchsorted(self.offsets, begin, side="right")) - 1
         position, parts = int(self.offsets[group]), []
         for i in range(group * self.EVERY, len(self.ids)):
@@ -1726,6 +1731,7 @@ def recompute_gates(model: Any) -> None:
     """
 
     def gated(mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., D] → [..., D], as the layer's own forward pass."""
         product = checkpoint(
             lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(hidden), mlp.up_proj(hidden),
             use_reentrant=False, preserve_rng_state=False,
@@ -2227,7 +2233,10 @@ class CheckpointWriter:
         final = self.folder / "checkpoints" / f"step-{manifest['step']:08d}"
 
         def write(partial: Path) -> None:
+            """The two files; the manifest second, because it holds the other's checksum."""
+
             def write_state(file: Any) -> None:
+                """`state.pt`, whose size and checksum go into the manifest."""
                 # The manifest holds a checksum already: the file need not compute another.
                 torch.serialization.set_crc32_options(False)
                 try:
@@ -2298,6 +2307,7 @@ class Mirror:
         self.url, self.root = url, self.root.rstrip("/")
 
     def put_checkpoint(self, folder: Path, path: Path, keep: int) -> None:
+        """Copies the checkpoint `path` and the log so far; removes what `keep` does not keep."""
         for name in ("run.json", "metrics.jsonl"):
             self._put(folder / name, name)
         for file in ("state.pt", "manifest.json"):
@@ -2309,6 +2319,7 @@ class Mirror:
                     self._try(f"remove {old}", self.fs.rm, name, recursive=True)
 
     def put_results(self, folder: Path) -> None:
+        """Copies all that a finished run wrote beside its checkpoints."""
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and not name.startswith(("checkpoints/", ".")):
@@ -2536,10 +2547,12 @@ def save_qwen(
     """
 
     def adapter(to: Path) -> None:
+        """LoRA tensors in fp32, their config, the tokenizer."""
         peft_model.save_pretrained(to, save_embedding_layers=False)  # the default asks the hub
         tokenizer.save_pretrained(to)
 
     def merged(to: Path) -> None:
+        """A plain model in the base's dtype, which ends its texts at the token that was trained."""
         dtype = peft_model.dtype
         plain = peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
         old = plain.generation_config.eos_token_id
