@@ -62,7 +62,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -1813,13 +1813,18 @@ def frozen_checksum(model: nn.Module) -> str:
     return f"{crc32:08x}"
 
 
-def parameter_digest(model: nn.Module) -> str:
-    """sha256 of the trained parameters in name order: each name, then its values' bytes."""
+def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """sha256 of (name, tensor) pairs, in their order: each name, then its values' bytes."""
     digest = hashlib.sha256()
-    for name, parameter in trained_parameters(model):
+    for name, tensor in named:
         digest.update(name.encode("utf-8"))
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def parameter_digest(model: nn.Module) -> str:
+    """sha256 of the trained parameters in name order."""
+    return digest_of(trained_parameters(model))
 
 
 def build_optimizer(model: nn.Module, settings: argparse.Namespace) -> torch.optim.AdamW:
