@@ -59,9 +59,10 @@ import llm_ddp_parallel_training as ddp
 
 OUTPUTS = ("explain.txt", "explain.png", "explain.json", "trace.json")
 TOLERANCE = 1e-6  # relative, between DDP's gradient and that of one process
-RACE_S = 2.0  # about how long the ways to average are timed
+RACE_S = 3.0  # about how long the ways to average are timed
 WIDTH = 100  # of the report
 WAIT = "wait for all-reduce"  # the end of a backward pass, when all gradients are computed
+COPIES = "observer's copies"  # what the lab itself does between two phases
 SHOWN = 4  # samples of a rank in the report; explain.json has them all
 
 Tensors = dict[str, torch.Tensor]  # by parameter name
@@ -74,7 +75,7 @@ Tensors = dict[str, torch.Tensor]  # by parameter name
 # What the reference does between or after updates, and this lab does not.
 NOT_HERE = {
     "resume", "generate", "dry_run", "merge", "compile", "save_every", "mirror", "eval_every",
-    "sample_every", "tensorboard",
+    "sample_every", "tensorboard", "num_workers",
 }  # fmt: skip
 
 
@@ -197,7 +198,7 @@ class Observer(ddp.Where):
 
     def enter(self, phase: str, meets: bool = False) -> None:
         if phase == "forward" and self.looks:
-            self.begin("observer")
+            self.begin(COPIES)
             state = next(self.replay, None)
             if state:
                 set_random_state(state, self.launch)
@@ -206,7 +207,7 @@ class Observer(ddp.Where):
             self.begin("all-reduce")
             self.exchange(self.bare, self.launch.world_size)
         elif phase == "optimizer" and self.looks:
-            self.begin("observer")
+            self.begin(COPIES)
             scale = self.scaler.get_scale()  # 1 but for fp16
             self.gradient = {n: p.grad / scale for n, p in ddp.trained_parameters(self.bare)}
         self.begin(phase)
@@ -365,6 +366,7 @@ def prove(
     """The step again without DDP, and again in one process, on rank 0. Ranks meet.
 
     The one process takes all ranks' micro-batches one after another, and knows of no other rank.
+    Its settings, and so its c, are those of a rank: any c gives the same G.
     """
     launch, s = trainer.launch, trainer.settings
     naive = twins[0].step(micro_batches, launch, s, clock, random, average_one_by_one)
@@ -373,11 +375,9 @@ def prove(
     proof = {}
     if launch.rank == 0:
         alone = dataclasses.replace(launch, rank=0, world_size=1, local_world_size=1)
-        settings = argparse.Namespace(**vars(s))
-        settings.grad_accum *= launch.world_size
         in_turn = [batch for of_rank in batches for batch in of_rank]
         states = itertools.chain.from_iterable(states)
-        single = twins[1].step(in_turn, alone, settings, clock, states)
+        single = twins[1].step(in_turn, alone, s, clock, states)
         proof = {
             "DDP": difference(outcome, single),
             "one all-reduce per parameter": difference(naive, single),
@@ -409,8 +409,8 @@ def agrees(step: dict) -> bool:
 def race(trainer: ddp.Trainer, micro_batches: list[dict], ddp_options: dict) -> dict:
     """Times the ways to an averaged gradient in turn, each on a twin. Ranks meet.
 
-    Returns, for each way, the median over rounds of the slowest rank's seconds from the first
-    forward pass to the averaged gradient. Nobody looks on: no hook, no copies.
+    Returns, for each way, the slowest rank's seconds from the first forward pass to the averaged
+    gradient, over rounds. Nobody looks on: no hook, no copies.
     """
     launch, rounds = trainer.launch, []
     ways = {
@@ -442,7 +442,10 @@ def race(trainer: ddp.Trainer, micro_batches: list[dict], ddp_options: dict) -> 
     timed = rounds[2:]  # in the first, memory is allocated and DDP learns the order of gradients
     return {
         "rounds": len(timed),
-        "seconds": {way: statistics.median(c) for way, c in zip(ways, zip(*timed))},
+        "seconds": {
+            way: {"median": statistics.median(c), "fastest": min(c), "slowest": max(c)}
+            for way, c in zip(ways, zip(*timed))
+        },
     }
 
 
@@ -611,15 +614,22 @@ def timeline(phases: list[list], buckets: list[Bucket], clock: Clock) -> dict:
     computed = sent[-1]["sent"]
     waiting = [WAIT, computed, end]
     phases = [*phases[:last], ["backward", begin, computed], waiting, *phases[last + 1 :]]
-    hidden = exposed = 0.0
-    reached = begin
-    for bucket in sent:  # several can be under way at once: each moment counts once
-        start, reached = max(bucket["sent"], reached), max(bucket["done"], reached)
-        hidden += max(min(reached, computed) - start, 0)
-        exposed += max(reached - max(start, computed), 0)
-    overlap = {"backward": computed - begin, "hidden": hidden, "exposed": exposed,
-               "copies": sum(b["sent"] - b["ready"] for b in sent)}  # fmt: skip
+    overlap = {
+        "backward": computed - begin,
+        "under_way": covered((b["sent"], b["done"]) for b in sent),
+        "hidden": covered((b["sent"], min(b["done"], computed)) for b in sent),
+        "copies": sum(b["sent"] - b["ready"] for b in sent),
+    }
     return {"phases": phases, "buckets": sent, "overlap": overlap}
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of the (begin, end) spans lasts."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(end - max(begin, reached), 0)
+        reached = max(end, reached)
+    return total
 
 
 # ------------------------------------------------------------------------------------------
@@ -647,22 +657,26 @@ def title(text: str) -> list[str]:
 
 
 def without_prefix(names: list[str]) -> list[str]:
-    """The names without the modules that all of them are in."""
+    """The names without the modules that all of them are in; a number keeps its list's name."""
     parts, shared = [name.split(".") for name in names], 0
-    while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+    while all(
+        p[shared] == parts[0][shared] and len(p) > shared + 1 and not p[shared + 1].isdigit()
+        for p in parts
+    ):
         shared += 1
     return [".".join(p[shared:]) for p in parts]
 
 
-def step_report(number: int, steps: list[dict], settings: argparse.Namespace) -> list[str]:
+def step_report(number: int, steps: list[dict], run: ddp.Run) -> list[str]:
     """Update `number` (from 1) in words, for somebody who sees DDP for the first time."""
     step = steps[number - 1]
     lines = [
         *title(f"Update {number} of {len(steps)}"), *samples_report(step), *loss_report(step),
-        *gradient_report(step, settings), *digest_report(step),
+        *gradient_report(step, run.settings), *digest_report(step),
     ]  # fmt: skip
+    on_cpu = run.launch.device.type == "cpu"
     if step["proof"]:
-        return [*lines, *bucket_report(number, step), *proof_report(step)]
+        return [*lines, *bucket_report(number, step, on_cpu), *proof_report(step)]
     return [*lines, "", "One process: nothing was sent. Buckets, their all-reduce and the proof "
             "need two ranks or more."]  # fmt: skip
 
@@ -725,21 +739,25 @@ def gradient_report(step: dict, settings: argparse.Namespace) -> list[str]:
         clip = f"is below --clip {s.clip:g} and stays as it is"
         if step["clip_factor"] < 1:
             clip = f"is above --clip {s.clip:g} and is multiplied by {step['clip_factor']:.6f}"
-    text = (
-        "A rank's own gradient, as it was before the all-reduce, is that of its own mean loss. The "
-        "averaged one, G, is that of the global mean: the ranks' gradients times the weights "
-        "above, added up. It is shorter than they are where they disagree."
-    )
+    what = "In a single process the rank's own gradient is the averaged one, G."
+    exchange = "N is 1, and nothing is sent"
+    if len(ranks) > 1:
+        what = (
+            "A rank's own gradient, as it was before the all-reduce, is that of its own mean loss. "
+            "The averaged one, G, is that of the global mean: the ranks' gradients times the "
+            "weights above, added up. It is shorter than they are where they disagree."
+        )
+        exchange = f"DDP adds up and divides by N = {len(ranks)}"
     how = (
-        "How training_step gets there: a rank sends the gradient of (sum of its losses) / c, with "
-        f"c = batch × accumulation × (seq_len − 1) = {s.batch_size} × {s.grad_accum} × "
-        f"{s.seq_len - 1} = {c}. DDP adds up and divides by N = {len(ranks)}. Times c·N / n = "
-        f"{c} × {len(ranks)} / {n} = {step['correction']:.6f} that is G. Its norm {clip}; then "
-        f"AdamW moves the weights, with learning rate {step['learning_rate']:g}."
+        "How training_step gets there: a rank's backward pass starts from (sum of its losses) / c, "
+        f"with c = batch × accumulation × (seq_len − 1) = {s.batch_size} × {s.grad_accum} × "
+        f"{s.seq_len - 1} = {c}. {exchange}. Times c·N / n = {c} × {len(ranks)} / {n} = "
+        f"{step['correction']:.6f} that is G. Its norm {clip}; then AdamW moves the weights, with "
+        f"learning rate {step['learning_rate']:g}."
     )
     heading = "3. Each rank computes its own gradient; the all-reduce makes one of them"
     rows = [list(row) for row in zip(*columns)]
-    return ["", heading, *table(rows), *prose(text), *prose(how)]
+    return ["", heading, *table(rows), *prose(what), *prose(how)]
 
 
 def digest_report(step: dict) -> list[str]:
@@ -752,7 +770,7 @@ def digest_report(step: dict) -> list[str]:
     return ["", "4. Equal weights, different gradients, one average, equal weights", *table(rows)]
 
 
-def bucket_report(number: int, step: dict) -> list[str]:
+def bucket_report(number: int, step: dict, on_cpu: bool) -> list[str]:
     ranks, buckets = step["ranks"], step["ranks"][0]["buckets"]
     size, several = sum(b["bytes"] for b in buckets), len(buckets) > 1
     begins = [[b for name, b, _ in r["phases"] if name == "backward"][-1] for r in ranks]
@@ -776,39 +794,37 @@ def bucket_report(number: int, step: dict) -> list[str]:
         held, names = names[: len(bucket["parameters"])], names[len(bucket["parameters"]) :]
         shown = held if len(held) < 5 else [*held[:3], "…", held[-1]]
         lines += prose(f"bucket {i}: {', '.join(shown)}")
+    last = [max(r["buckets"][i]["sent"] for r in ranks) for i in range(len(buckets))]
     for rank in ranks:
         over = {what: 1e3 * seconds for what, seconds in rank["overlap"].items()}
-        under_way = over["hidden"] + over["exposed"]
+        waited = covered((b["sent"], late) for b, late in zip(rank["buckets"], last))
         lines += prose(
-            f"rank {rank['rank']}: all-reduces were under way for {under_way:.2f} ms, "
-            f"{over['hidden']:.2f} ms of it ({over['hidden'] / under_way:.0%}) hidden behind "
-            f"{over['backward']:.2f} ms of backward pass"
+            f"rank {rank['rank']}: all-reduces were under way for {over['under_way']:.2f} ms, "
+            f"{over['hidden']:.2f} ms of it ({over['hidden'] / over['under_way']:.0%}) hidden "
+            f"behind {over['backward']:.2f} ms of backward pass, and {1e3 * waited:.2f} ms of it "
+            "waiting for a slower rank to send"
         )
-    lines += prose(
-        f"Of that, the most that a rank waited for a slower one to send is "
-        f"{1e3 * lateness(ranks):.2f} ms."
-    )
+    if on_cpu:
+        lines += prose(
+            "On a CPU the cores that compute also add up and send, so what is hidden is not free."
+        )
     rows = [["phases, ms", *(f"rank {r['rank']}" for r in ranks)]]
     for phase in dict.fromkeys(name for name, *_ in ranks[0]["phases"]):
         spans = [sum(e - b for name, b, e in r["phases"] if name == phase) for r in ranks]
         rows.append([phase, *(f"{1e3 * seconds:.2f}" for seconds in spans)])
     copies = max(r["overlap"]["copies"] for r in ranks)
     return lines + table(rows) + prose(
-        f"(observer: copies made for this report; up to {1e3 * copies:.2f} ms more of them are in "
-        "the backward pass)"
+        f"(The observer's copies are for this report; up to {1e3 * copies:.2f} ms more of them are "
+        "in the backward pass.)"
     )  # fmt: skip
-
-
-def lateness(ranks: list[dict]) -> float:
-    """The longest that one rank's buckets waited for another rank to send theirs, in seconds."""
-    sent = [[bucket["sent"] for bucket in rank["buckets"]] for rank in ranks]
-    last = [max(times) for times in zip(*sent)]
-    return max(sum(late - own for late, own in zip(last, times)) for times in sent)
 
 
 def proof_report(step: dict) -> list[str]:
     rows = [["from one process differ", "loss", "gradient", "largest of it", "of the weights"]]
-    rows += [[way, *(f"{x:.1e}" for x in apart.values())] for way, apart in step["proof"].items()]
+    rows += [
+        [way, *(f"{x:.1e}" if x else "0" for x in apart.values())]
+        for way, apart in step["proof"].items()
+    ]
     verdict = "agree" if agrees(step) else "do NOT agree"
     return [
         "", "6. The same update from the same weights, without DDP, and in one process",
@@ -822,13 +838,14 @@ def proof_report(step: dict) -> list[str]:
 
 
 def race_report(result: dict) -> list[str]:
-    nothing = result["seconds"]["no all-reduce at all (wrong)"]
-    rows = [["from the forward pass to the averaged gradient", "ms", "for averaging"]]
-    for way, seconds in result["seconds"].items():
-        rows.append([way, f"{1e3 * seconds:.2f}", f"{1e3 * (seconds - nothing):+.2f}"])
+    rows = [["ms from the forward pass to the averaged gradient", "median", "fastest", "slowest"]]
+    rows += [
+        [way, *(f"{1e3 * of[which]:.2f}" for which in ("median", "fastest", "slowest"))]
+        for way, of in result["seconds"].items()
+    ]
     how = (
-        f"The last batch again, {result['rounds']} rounds in turn with nobody looking on; medians "
-        "of the slowest rank."
+        f"The last batch again, {result['rounds']} rounds in turn with nobody looking on; of each "
+        "round the slowest rank."
     )
     return [*title("What the averaging costs here"), "", *prose(how), *table(rows)]
 
@@ -840,7 +857,7 @@ def race_report(result: dict) -> list[str]:
 SENT = "all-reduce of a bucket"
 COLORS = {
     "forward": "tab:blue", "backward": "tab:green", WAIT: "lightgreen",
-    "sum of losses": "tab:purple", "optimizer": "tab:red", "observer": "lightgrey",
+    "sum of losses": "tab:purple", "optimizer": "tab:red", COPIES: "lightgrey",
     SENT: "tab:orange",
 }  # fmt: skip
 
@@ -905,7 +922,7 @@ def draw_gradients(axes: Any, step: dict) -> None:
     for i, (label, norms_of, color) in enumerate(bars):
         places = [x + (i - (len(bars) - 1) / 2) * width for x in range(len(layers))]
         axes.bar(places, [norms_of[layer] for layer in layers], width, label=label, color=color)
-    slant = {"rotation": 45, "ha": "right"} if len(layers) > 8 else {}
+    slant = {"rotation": 45, "ha": "right"} if len(layers) > 10 else {}
     names = [*without_prefix(layers[:-1]), "total"]
     axes.set_xticks(range(len(layers)), names, fontsize=8, **slant)
     axes.set(ylabel="norm", title="Gradients before and after the all-reduce")
@@ -1010,9 +1027,7 @@ def write_outputs(folder: Path, run: ddp.Run, steps: list[dict], timed: dict) ->
     """Report, figures, trace and picture; times in seconds, norms as they are."""
     launch = run.launch
     report = [
-        line
-        for number in range(1, len(steps) + 1)
-        for line in step_report(number, steps, run.settings)
+        line for number in range(1, len(steps) + 1) for line in step_report(number, steps, run)
     ]
     report += race_report(timed) if timed else []
     launch.say("\n".join(report))
