@@ -12,17 +12,17 @@ A larger model in small buckets, to see how the all-reduce hides behind the back
 
 It runs the `training_step` of llm_ddp_parallel_training.py itself and looks on from four places:
 
-    Where.enter             the reference announces every phase of a step: here it is timed, the
-                            random state is kept before a forward pass, and the averaged gradient
-                            is copied just before the optimizer
+    Where.enter             the reference announces every phase of a step: here it is timed, and the
+                            random state is kept before a forward pass
     a forward hook          the local loss
     a communication hook    DDP calls it with each bucket that is ready: the local gradient, before
                             any other rank has seen it, and the times of the all-reduce
+    an optimizer hook       the averaged gradient, as AdamW gets it
     before and after        the weights and their digests
 
-Then the same step is made twice more from the same weights, once without DDP (one all-reduce for
-every parameter after the backward pass) and once in a single process with the micro-batches of all
-ranks. All three must agree.
+Then the same step is made twice more from the same weights: by hand, with one all-reduce for every
+parameter after the backward pass, and in a single process that takes the samples of all ranks and
+knows nothing of DDP and of `training_step`. All three must agree.
 
 It writes to runs/explain-<date>-<time>, or to --output-dir: explain.txt, the report; explain.png, a
 timeline and the gradients; explain.json, all figures; trace.json, for https://ui.perfetto.dev or
@@ -59,7 +59,7 @@ import llm_ddp_parallel_training as ddp
 
 OUTPUTS = ("explain.txt", "explain.png", "explain.json", "trace.json")
 TOLERANCE = 1e-6  # relative, between DDP's gradient and that of one process
-RACE_S = 3.0  # about how long the ways to average are timed
+RACE_S = 2.0  # about how long the ways to average are timed
 WIDTH = 100  # of the report
 WAIT = "wait for all-reduce"  # the end of a backward pass, when all gradients are computed
 COPIES = "observer's copies"  # what the lab itself does between two phases
@@ -179,25 +179,25 @@ def set_random_state(state: dict, launch: ddp.Launch) -> None:
 class Observer(ddp.Where):
     """Stands where the reference announces its phases, and so sees a step without changing it.
 
-    `phases` collects [name, begin, end] in seconds of the clock. `gradient` is what the averaging
-    left in the parameters, before the optimizer. `random` holds the random state before each
-    forward pass; given as `replay`, it makes another pass draw the same dropout masks. `exchange`,
-    where there is no DDP, averages the gradients after the backward pass.
+    `phases` collects [name, begin, end] in seconds of the clock. `gradient` is what the optimizer
+    got. `random` holds the random state before each forward pass; given as `replay`, it makes
+    another pass draw the same dropout masks. `exchange`, where there is no DDP, averages the
+    gradients after the backward pass.
     """
 
     def __init__(
-        self, launch: ddp.Launch, clock: Clock, bare: nn.Module, scaler: torch.amp.GradScaler,
-        replay: Iterable[dict] = (), exchange: Callable | None = None, looks: bool = True,
+        self, launch: ddp.Launch, clock: Clock, bare: nn.Module, replay: Sequence[dict] = (),
+        exchange: Callable | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.launch, self.clock, self.bare, self.scaler = launch, clock, bare, scaler
-        self.replay, self.exchange, self.looks = iter(replay), exchange, looks
+        self.launch, self.clock, self.bare = launch, clock, bare
+        self.replay, self.exchange = iter(replay), exchange
         self.phases: list[list] = []
         self.gradient: Tensors = {}
         self.random: list[dict] = []
 
     def enter(self, phase: str, meets: bool = False) -> None:
-        if phase == "forward" and self.looks:
+        if phase == "forward":
             self.begin(COPIES)
             state = next(self.replay, None)
             if state:
@@ -206,12 +206,14 @@ class Observer(ddp.Where):
         elif phase == "sum of losses" and self.exchange:
             self.begin("all-reduce")
             self.exchange(self.bare, self.launch.world_size)
-        elif phase == "optimizer" and self.looks:
-            self.begin(COPIES)
-            scale = self.scaler.get_scale()  # 1 but for fp16
-            self.gradient = {n: p.grad / scale for n, p in ddp.trained_parameters(self.bare)}
         self.begin(phase)
         self.launch.where.enter(phase, meets)  # where the watchdog looks
+
+    def before_update(self, *_: Any) -> None:
+        """A hook of the optimizer: it is about to use the gradients that are there."""
+        self.begin(COPIES)
+        self.gradient = {name: p.grad.clone() for name, p in ddp.trained_parameters(self.bare)}
+        self.begin("optimizer")
 
     def begin(self, phase: str) -> None:
         """Ends the phase before, too."""
@@ -296,22 +298,33 @@ def capacity(settings: argparse.Namespace) -> int:
 
 
 def make_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, observer: Observer,
-    micro_batches: list[dict], settings: argparse.Namespace,
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler,
+    micro_batches: list[dict], settings: argparse.Namespace, observer: Observer,
 ) -> Outcome:  # fmt: skip
     """One update by the reference's own `training_step`, seen by the observer."""
     launch = dataclasses.replace(observer.launch, where=observer)
-    result = ddp.training_step(model, optimizer, observer.scaler, micro_batches, launch, settings)
+    watching = optimizer.register_step_pre_hook(observer.before_update)
+    result = ddp.training_step(model, optimizer, scaler, micro_batches, launch, settings)
+    watching.remove()
     observer.end()
     if result.skipped:
         raise ddp.RunError(
             "the gradient overflowed in fp16, so there is no step to explain; give "
             "--precision bf16 or fp32"
         )
-    correction = capacity(settings) * launch.world_size / result.tokens  # c·N / n
-    gradient = {name: g * correction for name, g in observer.gradient.items()}
-    weights = {name: p.detach().clone() for name, p in ddp.trained_parameters(observer.bare)}
-    return Outcome(result, gradient, weights)
+    clip = clip_factor(result.grad_norm, settings)
+    gradient = {name: g / clip for name, g in observer.gradient.items()}
+    return Outcome(result, gradient, weights_of(observer.bare))
+
+
+def clip_factor(grad_norm: float, settings: argparse.Namespace) -> float:
+    """What clipping multiplies the gradient by."""
+    return min(1.0, settings.clip / (grad_norm + 1e-6)) if settings.clip else 1.0
+
+
+def weights_of(bare: nn.Module) -> Tensors:
+    """A copy of what is trained."""
+    return {name: p.detach().clone() for name, p in ddp.trained_parameters(bare)}
 
 
 class Twin:
@@ -329,13 +342,37 @@ class Twin:
         self.scaler = torch.amp.GradScaler("cuda", enabled=trainer.scaler.is_enabled())
         self.scaler.load_state_dict(trainer.scaler.state_dict())
 
-    def step(
-        self, micro_batches: list[dict], launch: ddp.Launch, settings: argparse.Namespace,
-        clock: Clock, random: Iterable[dict], exchange: Callable | None = None,
-    ) -> Outcome:  # fmt: skip
-        """One update, with the dropout masks that `random` stands for."""
-        observer = Observer(launch, clock, self.model, self.scaler, random, exchange)
-        return make_step(self.model, self.optimizer, observer, micro_batches, settings)
+
+def one_process_step(
+    twin: Twin, micro_batches: list[dict], random: list[dict], launch: ddp.Launch,
+    settings: argparse.Namespace,
+) -> Outcome:  # fmt: skip
+    """The step as a textbook has it: one process, the mean over all tokens of the global batch.
+
+    It takes the micro-batches of all ranks one after another, each with the random state that it
+    had on its rank, and adds up their gradients. Nothing here is shared with `training_step`. (The
+    constant c drops out. Without it the loss would enter the backward pass with another factor and
+    all that follows would round differently.)
+    """
+    c, n = capacity(settings), sum(ddp.valid_targets(batch["labels"]) for batch in micro_batches)
+    loss_sum = 0.0
+    for batch, state in zip(micro_batches, random):
+        set_random_state(state, launch)
+        with ddp.autocast(launch, settings):
+            mean = twin.model(**ddp.inputs_of(batch, launch.device))
+        tokens = ddp.valid_targets(batch["labels"])
+        twin.scaler.scale(mean * (tokens / c)).backward()
+        loss_sum += float(mean) * tokens
+    twin.scaler.unscale_(twin.optimizer)
+    parameters = [p for _, p in ddp.trained_parameters(twin.model)]
+    for parameter in parameters:
+        parameter.grad *= c / n
+    gradient = {name: p.grad.clone() for name, p in ddp.trained_parameters(twin.model)}
+    if settings.clip:
+        nn.utils.clip_grad_norm_(parameters, settings.clip)
+    twin.scaler.step(twin.optimizer)
+    result = ddp.StepResult(loss_sum / n, n, norm(gradient))
+    return Outcome(result, gradient, weights_of(twin.model))
 
 
 def average_one_by_one(model: nn.Module, ranks: int) -> None:
@@ -363,24 +400,21 @@ def prove(
     outcome: Outcome, twins: list[Twin], micro_batches: list[dict], random: list[dict],
     clock: Clock, trainer: ddp.Trainer,
 ) -> dict:  # fmt: skip
-    """The step again without DDP, and again in one process, on rank 0. Ranks meet.
-
-    The one process takes all ranks' micro-batches one after another, and knows of no other rank.
-    Its settings, and so its c, are those of a rank: any c gives the same G.
-    """
-    launch, s = trainer.launch, trainer.settings
-    naive = twins[0].step(micro_batches, launch, s, clock, random, average_one_by_one)
+    """The step again without DDP, and again in one process, on rank 0. Ranks meet."""
+    launch, s, (by_hand, single) = trainer.launch, trainer.settings, twins
+    observer = Observer(launch, clock, by_hand.model, random, average_one_by_one)
+    naive = make_step(
+        by_hand.model, by_hand.optimizer, by_hand.scaler, micro_batches, s, observer
+    )  # fmt: skip
     batches, states = ddp.gather(micro_batches, launch), ddp.gather(random, launch)
     launch.where.enter("proof", meets=True)
     proof = {}
     if launch.rank == 0:
-        alone = dataclasses.replace(launch, rank=0, world_size=1, local_world_size=1)
-        in_turn = [batch for of_rank in batches for batch in of_rank]
-        states = itertools.chain.from_iterable(states)
-        single = twins[1].step(in_turn, alone, s, clock, states)
+        in_turn, states = (list(itertools.chain.from_iterable(x)) for x in (batches, states))
+        alone = one_process_step(single, in_turn, states, launch, s)
         proof = {
-            "DDP": difference(outcome, single),
-            "one all-reduce per parameter": difference(naive, single),
+            "DDP": difference(outcome, alone),
+            "one all-reduce per parameter": difference(naive, alone),
         }
     return ddp.from_rank_0(proof, launch)
 
@@ -410,7 +444,7 @@ def race(trainer: ddp.Trainer, micro_batches: list[dict], ddp_options: dict) -> 
     """Times the ways to an averaged gradient in turn, each on a twin. Ranks meet.
 
     Returns, for each way, the slowest rank's seconds from the first forward pass to the averaged
-    gradient, over rounds. Nobody looks on: no hook, no copies.
+    gradient, over rounds. No hooks and no copies here.
     """
     launch, rounds = trainer.launch, []
     ways = {
@@ -427,16 +461,15 @@ def race(trainer: ddp.Trainer, micro_batches: list[dict], ddp_options: dict) -> 
         times = []
         for exchange, twin, model in zip(ways.values(), twins, models):
             clock = Clock(launch)  # ranks meet: all begin together
-            observer = Observer(
-                launch, clock, twin.model, twin.scaler, exchange=exchange, looks=False
-            )  # fmt: skip
+            observer = Observer(launch, clock, twin.model, exchange=exchange)
             ddp.training_step(
                 model, twin.optimizer, twin.scaler, micro_batches,
                 dataclasses.replace(launch, where=observer), trainer.settings,
             )  # fmt: skip
             times.append(observer.begin_of("sum of losses") - observer.begin_of("forward"))
         rounds.append([max(column) for column in zip(*ddp.gather(times, launch))])
-        enough = len(rounds) > 2 and time.perf_counter() - began > RACE_S
+        elapsed = time.perf_counter() - began
+        enough = elapsed > RACE_S if len(rounds) >= 5 else elapsed > 5 * RACE_S and len(rounds) >= 3
         if ddp.from_rank_0(enough, launch):
             break
     timed = rounds[2:]  # in the first, memory is allocated and DDP learns the order of gradients
@@ -515,19 +548,21 @@ def explain(
     """Makes one update and tells all about it, for all ranks. Ranks meet."""
     launch, s, bare = trainer.launch, trainer.settings, trainer.bare
     twins = [Twin(trainer), Twin(trainer)] if watch else []
-    before = {name: p.detach().clone() for name, p in ddp.trained_parameters(bare)}
+    before = weights_of(bare)
     losses: list[torch.Tensor] = []
 
     def note_loss(model: nn.Module, arguments: tuple, loss: torch.Tensor) -> None:
         losses.append(loss.detach())
 
     clock = Clock(launch)  # ranks meet
-    observer = Observer(launch, clock, bare, trainer.scaler)
+    observer = Observer(launch, clock, bare)
     scale = trainer.scaler.get_scale()  # 1 but for fp16
     if watch:
         watch.clock = clock
     listening = trainer.model.register_forward_hook(note_loss)
-    outcome = make_step(trainer.model, trainer.optimizer, observer, micro_batches, s)
+    outcome = make_step(
+        trainer.model, trainer.optimizer, trainer.scaler, micro_batches, s, observer
+    )  # fmt: skip
     listening.remove()
     random_after = random_state(launch)
 
@@ -565,15 +600,14 @@ def explain(
     }  # fmt: skip
     if watch:
         check_buckets(buckets, bare)
-    gradient_norms = norms(outcome.gradient)
     step = {
         "loss": outcome.result.loss,
         "tokens": outcome.result.tokens,
         "capacity": capacity(s),
         "correction": capacity(s) * launch.world_size / outcome.result.tokens,
         "learning_rate": trainer.optimizer.param_groups[0]["lr"],
-        "clip_factor": min(1.0, s.clip / (gradient_norms["total"] + 1e-6)) if s.clip else 1.0,
-        "gradient_norms": gradient_norms,
+        "clip_factor": clip_factor(outcome.result.grad_norm, s),
+        "gradient_norms": norms(outcome.gradient),
         "update_norms": norms({n: w - before[n] for n, w in outcome.weights.items()}),
         "weight_norms": norms(outcome.weights),
         "expected_records": expected,
@@ -751,11 +785,12 @@ def gradient_report(step: dict, settings: argparse.Namespace) -> list[str]:
     how = (
         "How training_step gets there: a rank's backward pass starts from (sum of its losses) / c, "
         f"with c = batch × accumulation × (seq_len − 1) = {s.batch_size} × {s.grad_accum} × "
-        f"{s.seq_len - 1} = {c}. {exchange}. Times c·N / n = {c} × {len(ranks)} / {n} = "
+        f"{s.seq_len - 1} = {c}. {exchange}. Times c·N/n = {c} × {len(ranks)} / {n} = "
         f"{step['correction']:.6f} that is G. Its norm {clip}; then AdamW moves the weights, with "
         f"learning rate {step['learning_rate']:g}."
     )
-    heading = "3. Each rank computes its own gradient; the all-reduce makes one of them"
+    several = "Each rank computes its own gradient; the all-reduce makes one of them"
+    heading = f"3. {several if len(ranks) > 1 else 'The gradient'}"
     rows = [list(row) for row in zip(*columns)]
     return ["", heading, *table(rows), *prose(what), *prose(how)]
 
@@ -767,7 +802,8 @@ def digest_report(step: dict) -> list[str]:
         digests = [r["digests"][what] for r in ranks]
         verdict = "equal" if len(set(digests)) == 1 else "different"
         rows.append([what, *(d[:12] for d in digests), verdict if len(ranks) > 1 else ""])
-    return ["", "4. Equal weights, different gradients, one average, equal weights", *table(rows)]
+    several = "Equal weights, different gradients, one average, equal weights"
+    return ["", f"4. {several if len(ranks) > 1 else 'Digests'}", *table(rows)]
 
 
 def bucket_report(number: int, step: dict, on_cpu: bool) -> list[str]:
@@ -827,13 +863,13 @@ def proof_report(step: dict) -> list[str]:
     ]
     verdict = "agree" if agrees(step) else "do NOT agree"
     return [
-        "", "6. The same update from the same weights, without DDP, and in one process",
+        "", "6. The same update from the same weights: by hand, and in one process",
         *table(rows),
         *prose(
             "Loss and gradient relative (norm of the difference by norm), the others absolute. "
             "AdamW divides a gradient by its own size, which enlarges the rounding of tiny ones."
         ),
-        *prose(f"DDP, the same without DDP and one process {verdict} to {TOLERANCE:g}."),
+        *prose(f"DDP, the average by hand and one process {verdict} to {TOLERANCE:g}."),
     ]  # fmt: skip
 
 
@@ -844,8 +880,8 @@ def race_report(result: dict) -> list[str]:
         for way, of in result["seconds"].items()
     ]
     how = (
-        f"The last batch again, {result['rounds']} rounds in turn with nobody looking on; of each "
-        "round the slowest rank."
+        "The last batch again, each way in turn and without an observer; of each round the slowest "
+        f"rank. Rounds: {result['rounds']}."
     )
     return [*title("What the averaging costs here"), "", *prose(how), *table(rows)]
 

@@ -239,15 +239,16 @@ def test_one_process_says_in_one_line_what_is_missing(tmp_path):
     assert {path.name for path in (tmp_path / "one").iterdir()} >= set(lab.OUTPUTS)
 
 
-def test_a_wrong_gradient_is_called_wrong():
-    """The verdict is a comparison: a gradient that is off by a hundred-thousandth fails it."""
-    gradient = {"w": torch.tensor([3.0, 4.0])}
-    result = ddp.StepResult(loss=2.0, tokens=1, grad_norm=5.0)
-    one = lab.Outcome(result, gradient, gradient)
-    off = lab.Outcome(result, {"w": gradient["w"] * (1 + 1e-5)}, gradient)
-    assert lab.agrees({"proof": {"DDP": lab.difference(one, one)}})
-    assert lab.difference(off, one)["gradient_relative"] == pytest.approx(1e-5, rel=0.1)
-    assert not lab.agrees({"proof": {"DDP": lab.difference(off, one)}})
+def test_a_step_that_takes_the_mean_of_means_is_found_out(tmp_path):
+    flags = (*MODEL, "--steps", 1, "--output-dir", tmp_path / "wrong")
+    endings = job(2, *flags, faults=[{"kind": "mean of means"}], module=LAB)
+    assert [e.status for e in endings] == [1, 1]
+    assert "one process do NOT agree" in endings[0].out
+    assert endings[0].error_lines() == ["error: update 1: DDP and one process differ by more than "
+                                        "1e-06"]  # fmt: skip
+    (step,) = explanation(tmp_path / "wrong")["steps"]
+    assert step["proof"]["DDP"]["gradient_relative"] > 1e-4
+    assert step["proof"]["DDP"]["loss_relative"] > 1e-6
 
 
 @pytest.mark.parametrize(
