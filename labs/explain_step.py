@@ -351,8 +351,8 @@ def one_process_step(
 
     It takes the micro-batches of all ranks one after another, each with the random state that it
     had on its rank, and adds up their gradients. Nothing here is shared with `training_step`. (The
-    constant c drops out. Without it the loss would enter the backward pass with another factor and
-    all that follows would round differently.)
+    constant c drops out. Without it the loss would enter the backward pass with another factor,
+    and all that follows would be rounded in another way.)
     """
     c, n = capacity(settings), sum(ddp.valid_targets(batch["labels"]) for batch in micro_batches)
     loss_sum = 0.0
@@ -362,7 +362,7 @@ def one_process_step(
             mean = twin.model(**ddp.inputs_of(batch, launch.device))
         tokens = ddp.valid_targets(batch["labels"])
         twin.scaler.scale(mean * (tokens / c)).backward()
-        loss_sum += float(mean) * tokens
+        loss_sum += mean.item() * tokens
     twin.scaler.unscale_(twin.optimizer)
     parameters = [p for _, p in ddp.trained_parameters(twin.model)]
     for parameter in parameters:
@@ -1055,7 +1055,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         broken = [number for number, step in enumerate(steps, 1) if not agrees(step)]
         if broken:
             raise ddp.RunError(
-                f"update {broken[0]}: DDP and one process differ by more than {TOLERANCE:g}"
+                f"update {broken[0]}: DDP, the average by hand and one process do not agree to "
+                f"{TOLERANCE:g}; see part 6 of its report"
             )
 
 

@@ -41,7 +41,7 @@ def three(tmp_path_factory) -> tuple[Finished, Path]:
     folder = tmp_path_factory.mktemp("explain") / "three"
     flags = (*MODEL, *DATA, "--dropout", 0.2, "--clip", 0, "--steps", 4, "--output-dir", folder)
     endings = job(3, *flags, module=LAB)
-    assert [e.status for e in endings] == [0, 0, 0], endings
+    assert [(e.status, e.err) for e in endings] == [(0, "")] * 3
     return endings[0], folder
 
 
@@ -244,8 +244,8 @@ def test_a_step_that_takes_the_mean_of_means_is_found_out(tmp_path):
     endings = job(2, *flags, faults=[{"kind": "mean of means"}], module=LAB)
     assert [e.status for e in endings] == [1, 1]
     assert "one process do NOT agree" in endings[0].out
-    assert endings[0].error_lines() == ["error: update 1: DDP and one process differ by more than "
-                                        "1e-06"]  # fmt: skip
+    (line,) = endings[0].error_lines()
+    assert "update 1" in line and "do not agree to 1e-06" in line
     (step,) = explanation(tmp_path / "wrong")["steps"]
     assert step["proof"]["DDP"]["gradient_relative"] > 1e-4
     assert step["proof"]["DDP"]["loss_relative"] > 1e-6
