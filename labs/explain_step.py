@@ -571,19 +571,11 @@ def explain(
     tokens = sum(counts)
     # Before the all-reduce a bucket holds Σ_j ∇S_j / c; times c / n_r it is the gradient of the
     # mean over this rank's tokens. In a single process that is the only gradient.
-    factor = capacity(s) / max(tokens, 1) / scale
-    local = dict(sorted(
-        (name, part * factor)
-        for bucket in buckets
-        for name, part in zip(bucket.names, bucket.local.split(bucket.sizes))
-    )) if watch else outcome.gradient  # fmt: skip
+    to_mean = capacity(s) / max(tokens, 1) / scale
+    local = local_gradient(buckets, to_mean) if watch else outcome.gradient
     own = {
         "rank": launch.rank,
-        "samples": [
-            {"record": record, "text": text(batch, row)[:80]}
-            for batch in micro_batches
-            for row, record in enumerate(batch["record_ids"].tolist()) if record >= 0
-        ],
+        "samples": samples_of(micro_batches, text),
         "micro_batches": len(micro_batches),
         "tokens": tokens,
         "weight": tokens / outcome.result.tokens,
@@ -592,12 +584,14 @@ def explain(
         "digests": {
             what: ddp.digest_of(named.items())
             for what, named in (
-                ("weights before", before), ("local gradient", local),
-                ("averaged gradient", outcome.gradient), ("weights after", outcome.weights),
+                ("weights before", before),
+                ("local gradient", local),
+                ("averaged gradient", outcome.gradient),
+                ("weights after", outcome.weights),
             )
         },
         **timeline(observer.phases, buckets, clock),
-    }  # fmt: skip
+    }
     if watch:
         check_buckets(buckets, bare)
     step = {
@@ -617,6 +611,26 @@ def explain(
     }  # fmt: skip
     set_random_state(random_after, launch)  # the twins have drawn, too
     return step
+
+
+def local_gradient(buckets: list[Bucket], factor: float) -> Tensors:
+    """What the buckets held before the all-reduce, times a factor, in name order."""
+    parts = (
+        (name, part * factor)
+        for bucket in buckets
+        for name, part in zip(bucket.names, bucket.local.split(bucket.sizes))
+    )
+    return dict(sorted(parts, key=lambda part: part[0]))
+
+
+def samples_of(micro_batches: list[dict], text: Callable[[dict, int], str]) -> list[dict]:
+    """Record id and start of the text of every row that is not padding."""
+    return [
+        {"record": record, "text": text(batch, row)[:80]}
+        for batch in micro_batches
+        for row, record in enumerate(batch["record_ids"].tolist())
+        if record >= 0
+    ]
 
 
 def check_buckets(buckets: list[Bucket], bare: nn.Module) -> None:
@@ -905,7 +919,7 @@ def draw(steps: list[dict], path: Path) -> None:
     count = len(steps[-1]["ranks"])
     figure = Figure(figsize=(12, 5.5 + 0.9 * count), layout="constrained")
     above, below = figure.subplots(2, height_ratios=(1 + 0.9 * count, 4))
-    draw_timeline(above, steps[-1], f"Update {len(steps)}, rank by rank")
+    draw_timeline(above, steps[-1], f"Update {len(steps)}, rank by rank, in ms")
     draw_gradients(below, steps[-1])
     ddp.write_file(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
@@ -939,7 +953,7 @@ def draw_timeline(axes: Any, step: dict, title: str) -> None:
     )  # fmt: skip
     axes.set(
         yticks=range(len(ranks)), yticklabels=[f"rank {r['rank']}" for r in ranks],
-        ylim=(len(ranks) - 0.4, -0.5), xlabel="ms", title=title,
+        ylim=(len(ranks) - 0.4, -0.5), title=title,
     )  # fmt: skip
 
 
