@@ -1075,7 +1075,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_outputs(folder: Path, run: ddp.Run, steps: list[dict], timed: dict) -> None:
-    """Report, figures, trace and picture; times in seconds, norms as they are."""
+    """Report, figures, trace and picture.
+
+    In explain.json times are seconds since the step's zero (see `Clock`), a phase is [name, begin,
+    end], and `common_clock` says whether the times of different ranks can be compared.
+    """
     launch = run.launch
     report = [
         line for number in range(1, len(steps) + 1) for line in step_report(number, steps, run)
