@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,16 +30,17 @@ import llm_ddp_parallel_training as reference
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["preloaded", "quick"])
 HERE = Path(__file__).resolve().parent
+REFERENCE = reference.__name__
 
 
-def here(*flags: object, cpu: bool = True) -> Finished:
-    """Runs `main()` in this process, on one thread."""
+def here(*flags: object, cpu: bool = True, main: Callable = reference.main) -> Finished:
+    """Runs `main()`, of the reference or of a lab, in this process, on one thread."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     arguments = [*(["--cpu", "--threads", "1"] if cpu else []), *map(str, flags)]
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            reference.main(arguments)
+            main(arguments)
         except SystemExit as error:
             status = 0 if error.code is None else error.code
     gc.collect()  # what the run held, its lock above all, goes with the exception's frames
@@ -52,7 +55,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _rank(arguments: list[str], environment: dict[str, str], faults: list[dict], log: str) -> None:
+def _rank(
+    arguments: list[str], environment: dict[str, str], faults: list[dict], log: str, module: str
+) -> None:
     """What a forked rank does."""
     os.setpgrp() if environment.get("OWN_GROUP") else None
     os.environ.update(environment)
@@ -65,13 +70,16 @@ def _rank(arguments: list[str], environment: dict[str, str], faults: list[dict],
     from spoiled import spoil
 
     spoil(faults)
-    reference.main(arguments)
+    importlib.import_module(module).main(arguments)
 
 
 class Job:
     """The ranks of one job; `wait` gives each one's ending."""
 
-    def __init__(self, ranks: int, flags: tuple, faults: list[dict], environment: dict) -> None:
+    def __init__(
+        self, ranks: int, flags: tuple, faults: list[dict], environment: dict,
+        module: str = REFERENCE,
+    ) -> None:  # fmt: skip
         self.folder = tempfile.TemporaryDirectory()
         arguments = ["--cpu", "--threads", "1", *map(str, flags)]
         port, self.processes = free_port(), []
@@ -84,7 +92,9 @@ class Job:
                 )  # fmt: skip
             log = f"{self.folder.name}/{rank}"
             self.processes.append(
-                CONTEXT.Process(target=_rank, args=(arguments, env, faults, log), daemon=False)
+                CONTEXT.Process(
+                    target=_rank, args=(arguments, env, faults, log, module), daemon=False
+                )
             )
         with pytest.MonkeyPatch.context() as patch:
             # The server does not take over our sys.path before it preloads (Python 3.10 to 3.13).
@@ -122,9 +132,11 @@ class Job:
             process.join()
 
 
-def job(ranks: int, *flags: object, faults: list[dict] = (), **environment: str) -> list[Finished]:
-    """Runs a job of so many ranks to its end."""
-    return Job(ranks, flags, list(faults), environment).wait()
+def job(
+    ranks: int, *flags: object, faults: list[dict] = (), module: str = REFERENCE, **environment: str
+) -> list[Finished]:
+    """Runs a job of so many ranks to its end; `module`, a lab say, has the `main`."""
+    return Job(ranks, flags, list(faults), environment, module).wait()
 
 
 def hashes(folder: Path) -> dict[str, str]:

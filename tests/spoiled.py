@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -58,6 +59,20 @@ def strike(kind: str, value: object, arguments: tuple) -> None:
         raise ValueError(kind)
 
 
+def mean_of_means(step: Callable) -> Callable:
+    """The step with the classic bug: every micro-batch counts the same, whatever its tokens."""
+
+    def wrong_step(*arguments, **options):
+        count = reference.valid_targets
+        reference.valid_targets = lambda labels: 1
+        try:
+            return step(*arguments, **options)
+        finally:
+            reference.valid_targets = count
+
+    return wrong_step
+
+
 def visible(path: Path) -> bool:
     """Whether a checkpoint is there, or any in a folder of checkpoints."""
     return any(path.glob("[!.]*"))
@@ -77,7 +92,10 @@ def spoil(faults: list[dict]) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (fault["value"], resource.RLIM_INFINITY))
         elif fault["kind"] == "clock":  # stands still
             reference.datetime.datetime = StandingClock
-    faults = [fault for fault in faults if fault["kind"] not in ("full disk", "clock")]
+        elif fault["kind"] == "mean of means":
+            reference.training_step = mean_of_means(reference.training_step)
+    at_start = ("full disk", "clock", "mean of means")
+    faults = [fault for fault in faults if fault["kind"] not in at_start]
     training_step, save, updates = reference.training_step, torch.save, 0
 
     def spoiled_step(*arguments, **options):
