@@ -2946,13 +2946,32 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
     )  # fmt: skip
 
 
+def wrap_in_ddp(bare: nn.Module, launch: Launch, **options: Any) -> DistributedDataParallel:
+    """The model in DDP's wrapper; `options` go to DDP. Ranks meet.
+
+    DDP sends rank 0's weights to all, so that replicas begin equal, and from then on averages
+    their gradients in every backward pass.
+    """
+    # Qwen's only buffers are constants (rotary frequencies): they are sent once, here, and not in
+    # every forward pass, which is the default. (The flag's name before torch 2.13.)
+    known = inspect.signature(DistributedDataParallel).parameters
+    new_name = "forward_sync_buffers" in known
+    return DistributedDataParallel(
+        bare,
+        device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
+        **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
+        **options,
+    )
+
+
 class Trainer:
     """The loop, and all that it holds: optimizer, loaders, log, checkpoints.
 
     `model` is `bare`, the model itself, in its DDP wrapper, or `bare` alone in a single process.
     """
 
-    def __init__(self, run: Run, log: RunLog) -> None:
+    def __init__(self, run: Run, log: RunLog, **ddp_options: Any) -> None:
         self.run, self.log, self.progress = run, log, log.progress
         launch, s, data = run.launch, run.settings, run.data
         self.launch, self.settings = launch, s
@@ -2963,17 +2982,7 @@ class Trainer:
             self.bare.compile()
         self.sampler = EpochSampler(len(data.train), s.seed)
         if ranks > 1:
-            # Ranks meet: DDP sends rank 0's weights to all, so that replicas begin equal.
-            # Qwen's only buffers are constants (rotary frequencies): they are sent once, here, and
-            # not in every forward pass, which is the default. (The flag's name before torch 2.13.)
-            known = inspect.signature(DistributedDataParallel).parameters
-            new_name = "forward_sync_buffers" in known
-            self.model = DistributedDataParallel(
-                self.bare,
-                device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
-                **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
-            )
+            self.model = wrap_in_ddp(self.bare, launch, **ddp_options)
             self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
         forks = "fork" if s.num_workers and sys.platform == "linux" else None
         # A loader draws from its own generator: the default one belongs to dropout.
