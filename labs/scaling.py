@@ -52,6 +52,7 @@ from llm_ddp_parallel_training import (
     ShardSampler,
     UserError,
     Where,
+    build_data,
     build_optimizer,
     build_qwen,
     build_tiny,
@@ -288,15 +289,14 @@ class Block:
 
 
 def measure(
-    teams: dict[int, Team], settings: argparse.Namespace, rounds: int, threads: int, cores: int
-) -> dict[tuple, Block]:
-    """All blocks by (what, ranks), after so many rounds in which they took turns.
+    teams: dict[int, Team], size: int, batch: int, rounds: int, threads: int, cores: int
+) -> tuple[dict[tuple, Block], list[tuple[int, int, float]]]:
+    """All blocks by (what, ranks), and plain all-reduces as (ranks, bytes, seconds).
 
     what is "weak", "no_sync", "independent", "strong", or "all cores": one process without DDP
-    that has the threads of all ranks together.
+    that has the threads of all ranks together. `size` is the bytes of the gradients.
     """
     blocks: dict[tuple, Block] = {}
-    batch = settings.batch_size
     whole = batch * math.lcm(*teams)  # the global batch of strong scaling, a multiple of all ranks
     for ranks, team in teams.items():
         together = "ddp" if ranks > 1 else "alone"
@@ -307,26 +307,34 @@ def measure(
             blocks["independent", ranks] = Block(team, "alone", batch, threads)
         elif threads < cores:
             blocks["all cores", ranks] = Block(team, "alone", batch, cores)
-    order = list(blocks.values())
-    for block in order:
+    links = [Link(team, size) for ranks, team in teams.items() if ranks > 1]
+    for block in blocks.values():
         block.warm_up()
+    order = [*blocks.values(), *links]
     for _ in range(rounds):
-        for block in order:
-            block.measure()
+        for measured in order:
+            measured.measure()
         order.reverse()  # what drifts one way does not favour the last
-    return blocks
+    return blocks, [point for link in links for point in link.points()]
 
 
-def measure_links(teams: dict[int, Team], size: int) -> list[tuple[int, int, float]]:
-    """(ranks, bytes, median seconds) of plain all-reduces, from a small message to the gradient."""
-    found = []
-    sizes = sorted({4096, max(size // 4, 4096), max(size, 4096)})
-    for ranks, team in teams.items():
-        for message in sizes if ranks > 1 else ():
-            seconds = team.call("all_reduce", message // 4 * 4, 12)
+class Link:
+    """Plain all-reduces of a few sizes, with nothing else to do, on one team."""
+
+    def __init__(self, team: Team, size: int) -> None:
+        self.team = team
+        # A small message, the gradient, and one that is large enough to show the bandwidth.
+        self.sizes = sorted({4096, max(size, 4096) // 4 * 4, max(8 * size, 1 << 22)})
+        self.seconds: dict[int, list[float]] = {size: [] for size in self.sizes}
+
+    def measure(self) -> None:
+        for size in self.sizes:
             # Ranks begin at one time and leave when they have it: the slowest is the duration.
-            found.append((ranks, message, float(np.median(np.max(seconds, axis=0)[2:]))))
-    return found
+            self.seconds[size] += np.max(self.team.call("all_reduce", size, 6), axis=0).tolist()[1:]
+
+    def points(self) -> list[tuple[int, int, float]]:
+        """(ranks, bytes, median seconds) of each size."""
+        return [(self.team.ranks, size, float(np.median(s))) for size, s in self.seconds.items()]
 
 
 # ------------------------------------------------------------------------------------------
@@ -342,12 +350,17 @@ def fit_link(links: list[tuple[int, int, float]]) -> tuple[float, float]:
 
         t = 2 (N − 1) · latency + 2 (N − 1) / N · S / bandwidth ,
 
-    which is linear in latency and 1 / bandwidth: least squares of the relative errors.
+    which is linear in latency and 1 / bandwidth: least squares of the relative errors. Where one
+    of the two comes out below zero, it is too small to be seen beside the other, and is left out.
     """
     rows = np.array([(2 * (n - 1), 2 * (n - 1) / n * size) for n, size, _ in links])
-    seconds = np.array([t for _, _, t in links])
-    latency, per_byte = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(links)), rcond=None)[0]
-    return max(float(latency), 0.0), 1 / max(float(per_byte), 1e-15)
+    rows = rows / np.array([[seconds] for _, _, seconds in links])
+    fitted = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    for one in (0, 1):
+        if fitted[1 - one] < 0:
+            fitted = np.zeros(2)
+            fitted[one] = rows[:, one].sum() / (rows[:, one] ** 2).sum()
+    return float(fitted[0]), 1 / float(fitted[1]) if fitted[1] else math.inf
 
 
 def ring_seconds(ranks: int, size: int, link: tuple[float, float]) -> float:
@@ -369,27 +382,33 @@ def expected_slowest(durations: np.ndarray, ranks: int) -> float:
 class Prediction:
     """A step's duration with more ranks, from what was measured with the most ranks here.
 
-    step(N) = the slowest of N own steps + exposed · ring all-reduce(N)
+        step(N) = slowest of N own steps + small · ring(N, 32 bytes) + large · ring(N, gradients)
 
-    `exposed` is what the all-reduce of the gradients added to a step here, as a share of a plain
-    all-reduce of as many bytes; the rest hid behind the backward pass. It is above 1 when DDP's
-    buckets and hooks cost more than one plain message.
+    The first term is what every rank waits for. `small` and `large` say how much longer the two
+    messages of a step, the sum of the losses and the gradients, make it than plain all-reduces of
+    their sizes take. `large` is below 1 as far as the backward pass hides the all-reduce, and
+    above 1 where DDP's buckets and hooks cost more than one plain message. With these two numbers
+    the step that was measured comes out by construction; for other N it is a prediction.
     """
 
     def __init__(self, blocks: dict, ranks: int, size: int, links: list, cores: int) -> None:
         self.size, self.cores, self.link = size, cores, fit_link(links)
         self.threads = blocks["weak", ranks].threads
         own = blocks["independent", ranks].durations()
-        self.own = own.mean()
+        self.own = float(np.median(own.mean(axis=(1, 2))))
         # Steps relative to their round, so that the drift of the machine does not count as jitter.
         self.relative = own / own.mean(axis=(1, 2), keepdims=True)
+        no_sync = float(np.median(blocks["no_sync", ranks].step_seconds()))
         added = blocks["weak", ranks].step_seconds() - blocks["no_sync", ranks].step_seconds()
-        self.exposed = max(float(np.median(added)), 0.0) / ring_seconds(ranks, size, self.link)
+        waiting = no_sync - self.own * expected_slowest(self.relative, ranks)
+        self.small = max(waiting, 0.0) / ring_seconds(ranks, 32, self.link)
+        self.large = max(float(np.median(added)), 0.0) / ring_seconds(ranks, size, self.link)
 
     def step(self, ranks: int) -> float:
         """Seconds, when every rank has cores of its own."""
         slowest = self.own * expected_slowest(self.relative, ranks)
-        return slowest + self.exposed * ring_seconds(ranks, self.size, self.link)
+        messages = self.small * ring_seconds(ranks, 32, self.link)
+        return slowest + messages + self.large * ring_seconds(ranks, self.size, self.link)
 
     def efficiency(self, ranks: int) -> float:
         """Tokens a second, as a share of so many times one rank's."""
@@ -418,6 +437,9 @@ def row_of(what: str, ranks: int, blocks: dict[tuple, Block]) -> dict[str, Any]:
     if ranks > 1 and what == "weak":
         independent, no_sync = blocks["independent", ranks], blocks["no_sync", ranks]
         row["of_independent"] = np.median(speeds / independent.speeds())
+        row["waiting_share"] = np.median(
+            (no_sync.step_seconds() - independent.step_seconds()) / block.step_seconds()
+        )
         row["all_reduce_share"] = np.median(1 - no_sync.step_seconds() / block.step_seconds())
         # Alone nobody waits: how much longer a step of the slowest takes than of the average rank.
         alone = independent.durations()
@@ -434,7 +456,7 @@ def table(rows: list[dict], batch: int) -> str:
         "all cores": "for comparison: one process with the threads of all ranks",
     }
     columns = ("ranks", "threads", "batch", "tokens/s", "step ms", "speedup", "efficiency",
-               "of independent", "all-reduce", "jitter")  # fmt: skip
+               "of independent", "waiting", "all-reduce", "jitter")  # fmt: skip
     lines = ["".join(f"{name:>{len(name) + 2}}" for name in columns)]
 
     def percent(row: dict, key: str) -> str:
@@ -448,7 +470,8 @@ def table(rows: list[dict], batch: int) -> str:
                 row["ranks"], row["threads_per_rank"], row["batch_per_rank"],
                 f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f}",
                 f"{row['speedup']:.2f}", percent(row, "efficiency"),
-                percent(row, "of_independent"), percent(row, "all_reduce_share"),
+                percent(row, "of_independent"), percent(row, "waiting_share"),
+                percent(row, "all_reduce_share"),
                 percent(row, "jitter"),
             )  # fmt: skip
             lines.append("".join(f"{c:>{len(name) + 2}}" for c, name in zip(cells, columns)))
@@ -463,8 +486,9 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
         f"All ranks share this machine's {cores} cores, their caches and one memory bus. "
         f"{ranks} independent processes reach {machine:.0%} of {ranks} times one process; "
         f"what is missing, the machine does not have, with or without DDP. DDP keeps "
-        f"{weak['of_independent']:.0%} of that; the all-reduce of the gradients takes "
-        f"{weak['all_reduce_share']:.0%} of a step."
+        f"{weak['of_independent']:.0%} of that; of a step, the all-reduce of the gradients takes "
+        f"{weak['all_reduce_share']:.0%}, and waiting for each other, with the sum of the losses, "
+        f"{weak['waiting_share']:.0%}."
     )
     if ("all cores", 1) in by:
         other = by["all cores", 1]
@@ -481,15 +505,15 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
 def forecast(prediction: Prediction, measured: list[dict]) -> str:
     """The prediction as a table, with its assumptions."""
     latency, bandwidth = prediction.link
+    speed = f"{bandwidth / 1e9:.2f} GB/s" if bandwidth < math.inf else "any bandwidth"
     lines = [
-        "prediction (weak scaling)",
-        f"  assumes: every rank has cores and memory of its own, as fast as here with "
-        f"{max(row['ranks'] for row in measured)} ranks;",
-        f"  a link like this one: {1e6 * latency:.0f} µs a message, {bandwidth / 1e9:.2f} GB/s; "
-        f"a ring all-reduce of {prediction.size / 1e6:.2f} MB a step,",
-        f"  {prediction.exposed:.0%} of which the backward pass does not hide; and steps as uneven "
-        "as here, so that more ranks wait for a slower slowest one.",
-        "  'here' is the speed on this machine, where ranks beyond the cores take turns.",
+        "prediction (weak scaling), if",
+        "  - every rank has cores and memory of its own, as fast as one rank's share here;",
+        f"  - the link is like this machine's: {1e6 * latency:.0f} µs a message, {speed};",
+        f"  - the all-reduce of {prediction.size / 1e6:.2f} MB is a ring, and makes a step longer "
+        f"by {prediction.large:.0%} of its own duration, as here;",
+        "  - single steps are as uneven as here: more ranks wait for a slower slowest one.",
+        "'here' is the speedup on this machine, where ranks beyond its cores take turns.",
         "  ranks  step ms  efficiency  speedup  here",
     ]
     known = {row["ranks"]: row for row in measured if row["scaling"] == "weak"}
@@ -617,11 +641,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], ar
     for flag in ("resume", "generate", "dry_run"):
         if getattr(settings, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no meaning for this lab")
+    if settings.model == "tiny":
+        build_data(settings)  # what is wrong with it is said before any process is started
     return options, flags, settings
 
 
 def output_folder(settings: argparse.Namespace) -> Path:
-    """The folder for the results. Raises `UserError` if it holds some or cannot be written."""
+    """The folder for the results. Raises `UserError` if it already holds some."""
     name = f"scaling-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder = settings.output_dir or Path("runs") / name
     old = [name for name in OUTPUTS if (folder / name).exists()]
@@ -629,10 +655,6 @@ def output_folder(settings: argparse.Namespace) -> Path:
         raise UserError(
             f"--output-dir {folder} already holds {old[0]}; choose another, or give --overwrite"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
     return folder
 
 
@@ -652,14 +674,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 teams[ranks] = Team(ranks, flags, read_launcher().timeout)
             facts = [team.answers()[0] for team in teams.values()][-1]
             size = facts["bytes"]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
             print(
                 f"{settings.model}, {size / 1e6:.2f} MB of gradients, {facts['device']}, backend "
                 f"{facts['backend']}; {cores} cores, {threads} threads per rank; {options.rounds} "
                 "rounds", flush=True,
             )  # fmt: skip
             everything = min(cores, threads * most)
-            blocks = measure(teams, settings, options.rounds, threads, everything)
-            links = measure_links(teams, size)
+            blocks, links = measure(
+                teams, size, settings.batch_size, options.rounds, threads, everything
+            )
         finally:
             for team in teams.values():
                 team.end()
