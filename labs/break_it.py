@@ -37,7 +37,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ from llm_ddp_parallel_training import (
 
 RANKS = 2
 HANG_S = 3  # after which a rank counts as waiting; what comes before takes milliseconds
-LIMIT_S = 60  # for every other version, start of the processes included
+LIMIT_S = 60  # for every other version, once its processes have started
 
 
 class Bug:
@@ -88,7 +88,7 @@ class Bug:
 
     name: str
     flags: Sequence[str] = ()  # of the reference
-    environment: dict[str, str] = {}  # noqa: RUF012  what the detector needs there
+    environment: ClassVar[dict[str, str]] = {}  # what the detector needs there
 
     def __init__(self, launch: Launch, folder: Path) -> None:
         self.launch, self.rank, self.ranks = launch, launch.rank, launch.world_size
@@ -515,7 +515,7 @@ class RankZeroCollective(Hang):
     """
 
     name = "rank-0-collective"
-    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # noqa: RUF012
+    environment: ClassVar[dict[str, str]] = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
     def given(self) -> tuple:
         return (torch.tensor([5.5]),)  # a message about a tensor without dimensions is garbled
@@ -644,17 +644,17 @@ class ValidationPadding(Bug):
 
     def wrong(self, model, dataset):
         share = DistributedSampler(dataset, self.ranks, self.rank, shuffle=False)
-        loader = DataLoader(dataset, 1, sampler=share, collate_fn=self.collate)
+        loader = DataLoader(dataset, 4, sampler=share, collate_fn=self.collate)
         return evaluate(model, loader, self.launch, self.settings), list(share)
 
     def right(self, model, dataset):
         share = range(self.rank, len(dataset), self.ranks)
-        loader = DataLoader(dataset, 1, sampler=share, collate_fn=self.collate)
+        loader = DataLoader(dataset, 4, sampler=share, collate_fn=self.collate)
         return evaluate(model, loader, self.launch, self.settings), list(share)
 
     def symptom(self, outcome):
         loss, _ = outcome
-        everything = DataLoader(self.built.data.validation, 1, collate_fn=self.collate)
+        everything = DataLoader(self.built.data.validation, 4, collate_fn=self.collate)
         alone = evaluate(self.model, everything, Launch(), self.settings)
         error = abs(loss - alone)
         return error, f"the validation loss is {error:.1e} off that of one process"
@@ -794,15 +794,15 @@ def rank_main(name: str, version: str, guarded: bool, rank: int, folder: Path) -
     if guarded:
         os.environ.update(BUGS[name].environment)
         dist.set_debug_level_from_env()
-    limit = datetime.timedelta(seconds=LIMIT_S)  # so that an orphan ends by itself
     store = (folder / "store").as_uri()
-    dist.init_process_group("gloo", store, rank=rank, world_size=RANKS, timeout=limit)
+    patience = datetime.timedelta(seconds=LIMIT_S)  # an orphan ends by itself
+    dist.init_process_group("gloo", store, rank=rank, world_size=RANKS, timeout=patience)
     bug = BUGS[name](Launch(rank, rank, RANKS, RANKS), folder / "files")
     given = bug.given()
     stack = open(folder / f"{rank}.stack", "w", encoding="utf-8")
     dist.barrier()
-    hangs = isinstance(bug, Hang) and version == "wrong" and not guarded
-    faulthandler.dump_traceback_later(HANG_S if hangs else LIMIT_S, file=stack)
+    limit = HANG_S if hangs(name, version, guarded) else LIMIT_S
+    faulthandler.dump_traceback_later(limit, file=stack)
     finding = examine(bug, getattr(bug, version), given, guarded)
     write_json(folder / f"{rank}.json", finding)
     os._exit(0)  # a group that is broken on purpose cannot be destroyed in order
@@ -830,8 +830,8 @@ def examine(bug: Bug, version: Callable, given: tuple, guarded: bool) -> dict[st
 def run_version(name: str, version: str, guarded: bool = False) -> list[dict[str, Any]]:
     """Runs "wrong" or "right" on two fresh ranks; what each found, or `{"waits": where}`.
 
-    A `guarded` hang runs inside its detector. Raises `RunError` if a rank failed or was late where
-    that was not to be shown.
+    A `guarded` hang runs inside its detector. Raises `RunError` if a rank failed, or waits where
+    none should.
     """
     CONTEXT.set_forkserver_preload(["llm_ddp_parallel_training", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as place:
@@ -849,7 +849,17 @@ def run_version(name: str, version: str, guarded: bool = False) -> list[dict[str
             for process in processes:
                 process.kill()
                 process.join()
-        return [read_finding(folder, rank, f"{name}, {version}") for rank in range(RANKS)]
+        found = [read_finding(folder, rank, f"{name}, {version}") for rank in range(RANKS)]
+    if not hangs(name, version, guarded):
+        for rank, finding in enumerate(found):
+            if "waits" in finding:
+                raise RunError(f"{name}, {version}: rank {rank} waits in {finding['waits']}")
+    return found
+
+
+def hangs(name: str, version: str, guarded: bool) -> bool:
+    """Whether ranks are expected to wait until they are killed."""
+    return issubclass(BUGS[name], Hang) and version == "wrong" and not guarded
 
 
 def wait_for(processes: list, folder: Path) -> None:
@@ -960,12 +970,13 @@ def tell(name: str, findings: dict[str, Finding]) -> None:
     print("\ndetector")
     print(say(environment + "\n".join(source(kind.detector))) + "\n")
     for version, finding in findings.items():
-        print(f"    {version}  {finding.detected or 'silent'}")
+        print(f"    {version}  {finding.detected or 'silent'}", flush=True)
 
 
-def shown(findings: dict[str, Finding]) -> bool:
-    """Whether the detector speaks to the wrong version and not to the right one."""
-    return findings["wrong"].detected is not None and findings["right"].detected is None
+def shown(name: str, findings: dict[str, Finding]) -> bool:
+    """Whether the detector spoke to the wrong version only, and what should hang did."""
+    hung = not issubclass(BUGS[name], Hang) or findings["wrong"].number == RANKS
+    return hung and bool(findings["wrong"].detected) and findings["right"].detected is None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -989,6 +1000,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.list:
             print("\n".join(f"{name:25} {title(kind)}" for name, kind in BUGS.items()))
             return
+        if given.json and not given.json.parent.is_dir():
+            raise UserError(f"--json {given.json}: there is no folder {given.json.parent}")
         findings = {}
         for name in BUGS if given.all else [given.bug]:
             findings[name] = reproduce(name)
@@ -998,7 +1011,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 name: {version: dataclasses.asdict(f) for version, f in both.items()}
                 for name, both in findings.items()
             })  # fmt: skip
-        missing = [name for name, both in findings.items() if not shown(both)]
+        missing = [name for name, both in findings.items() if not shown(name, both)]
         print(f"\n{len(findings) - len(missing)} of {len(findings)} bugs made and detected")
         if missing:
             raise RunError(f"not shown: {', '.join(missing)}")

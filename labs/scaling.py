@@ -460,7 +460,7 @@ def table(rows: list[dict], batch: int) -> str:
     lines = ["".join(f"{name:>{len(name) + 2}}" for name in columns)]
 
     def percent(row: dict, key: str) -> str:
-        return f"{row[key]:.0%}" if key in row else "–"
+        return f"{row[key]:.0%}" if key in row else "-"
 
     for what, text in titles.items():
         chosen = [row for row in rows if row["scaling"] == what]
@@ -509,7 +509,7 @@ def forecast(prediction: Prediction, measured: list[dict]) -> str:
     lines = [
         "prediction (weak scaling), if",
         "  - every rank has cores and memory of its own, as fast as one rank's share here;",
-        f"  - the link is like this machine's: {1e6 * latency:.0f} µs a message, {speed};",
+        f"  - the link is like this machine's: {1e3 * latency:.2f} ms a message, {speed};",
         f"  - the all-reduce of {prediction.size / 1e6:.2f} MB is a ring, and makes a step longer "
         f"by {prediction.large:.0%} of its own duration, as here;",
         "  - single steps are as uneven as here: more ranks wait for a slower slowest one.",

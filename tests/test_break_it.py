@@ -27,7 +27,7 @@ SYMPTOMS = {
     "same-dropout": (lambda x: x == 1, lambda x: 0.64 < x < 0.72),  # 0.8² + 0.2² = 0.68
     "lr-per-micro-batch": (lambda x: x == 7, lambda x: x == 0),
     "validation-padding": (lambda x: x > 1e-4, lambda x: x < 1e-7),
-    "module-keys": (lambda x: x == 12, lambda x: x == 0),
+    "module-keys": (lambda x: x == 10, lambda x: x == 0),
     "every-rank-saves": (lambda x: x >= 5, lambda x: x == 0),
     # ranks that wait for ever
     "unequal-batches": (lambda x: x == 2, lambda x: x == 0),
@@ -130,7 +130,11 @@ def test_the_list_has_a_line_for_each_bug(capsys):
     assert [line.split()[0] for line in finished.out.splitlines()] == list(break_it.BUGS)
 
 
-@pytest.mark.parametrize("flags", [(), ("--bug", "nope"), ("--all", "--list"), ("--no",)], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--bug", "nope"), ("--all", "--list"), ("--no",), ("--all", "--json", "no/where.json")],
+    ids=" ".join,
+)
 def test_nonsense_is_one_clear_line(capsys, flags):
     finished = here(capsys, *flags)
     assert finished.status == 2
