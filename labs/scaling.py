@@ -380,15 +380,15 @@ def expected_slowest(durations: np.ndarray, ranks: int) -> float:
 
 
 class Prediction:
-    """A step's duration with more ranks, from what was measured with the most ranks here.
+    """A step's duration with N > 1 ranks, from what was measured with the most ranks here.
 
-        step(N) = slowest of N own steps + small · ring(N, 32 bytes) + large · ring(N, gradients)
+        step(N) = slowest of N own steps + ring(N, 32 bytes) + exposed · ring(N, gradients) + rest
 
-    The first term is what every rank waits for. `small` and `large` say how much longer the two
-    messages of a step, the sum of the losses and the gradients, make it than plain all-reduces of
-    their sizes take. `large` is below 1 as far as the backward pass hides the all-reduce, and
-    above 1 where DDP's buckets and hooks cost more than one plain message. With these two numbers
-    the step that was measured comes out by construction; for other N it is a prediction.
+    The first term is what every rank waits for; the two messages are the sum of the losses and the
+    gradients. `exposed` is what the all-reduce of the gradients added to a step here, as a share of
+    a plain all-reduce, at most 1; what is not exposed hides behind the backward pass. The rest,
+    DDP's buckets and hooks, waking up, cores that slow each other, is taken as constant. So the
+    step that was measured comes out by construction; for other N it is a prediction.
     """
 
     def __init__(self, blocks: dict, ranks: int, size: int, links: list, cores: int) -> None:
@@ -398,17 +398,19 @@ class Prediction:
         self.own = float(np.median(own.mean(axis=(1, 2))))
         # Steps relative to their round, so that the drift of the machine does not count as jitter.
         self.relative = own / own.mean(axis=(1, 2), keepdims=True)
-        no_sync = float(np.median(blocks["no_sync", ranks].step_seconds()))
-        added = blocks["weak", ranks].step_seconds() - blocks["no_sync", ranks].step_seconds()
-        waiting = no_sync - self.own * expected_slowest(self.relative, ranks)
-        self.small = max(waiting, 0.0) / ring_seconds(ranks, 32, self.link)
-        self.large = max(float(np.median(added)), 0.0) / ring_seconds(ranks, size, self.link)
+        full, no_sync = (blocks[what, ranks].step_seconds() for what in ("weak", "no_sync"))
+        added = max(float(np.median(full - no_sync)), 0.0)
+        self.exposed = min(added / ring_seconds(ranks, size, self.link), 1.0)
+        self.rest = 0.0
+        self.rest = max(float(np.median(full)) - self.step(ranks), 0.0)
 
     def step(self, ranks: int) -> float:
         """Seconds, when every rank has cores of its own."""
+        if ranks == 1:
+            return self.own
         slowest = self.own * expected_slowest(self.relative, ranks)
-        messages = self.small * ring_seconds(ranks, 32, self.link)
-        return slowest + messages + self.large * ring_seconds(ranks, self.size, self.link)
+        losses, gradients = (ring_seconds(ranks, size, self.link) for size in (32, self.size))
+        return slowest + losses + self.exposed * gradients + self.rest
 
     def efficiency(self, ranks: int) -> float:
         """Tokens a second, as a share of so many times one rank's."""
@@ -510,8 +512,9 @@ def forecast(prediction: Prediction, measured: list[dict]) -> str:
         "prediction (weak scaling), if",
         "  - every rank has cores and memory of its own, as fast as one rank's share here;",
         f"  - the link is like this machine's: {1e3 * latency:.2f} ms a message, {speed};",
-        f"  - the all-reduce of {prediction.size / 1e6:.2f} MB is a ring, and makes a step longer "
-        f"by {prediction.large:.0%} of its own duration, as here;",
+        f"  - the all-reduce of {prediction.size / 1e6:.2f} MB is a ring, of which "
+        f"{1 - prediction.exposed:.0%} hides behind the backward pass, as here;",
+        f"  - what else several ranks cost stays as it is here, {1e3 * prediction.rest:.1f} ms;",
         "  - single steps are as uneven as here: more ranks wait for a slower slowest one.",
         "'here' is the speedup on this machine, where ranks beyond its cores take turns.",
         "  ranks  step ms  efficiency  speedup  here",
@@ -554,7 +557,8 @@ def draw(rows: list[dict], prediction: Prediction | None, path: Path) -> None:
             middle = np.array([row["tokens_per_second"] for row in chosen])
             low = middle - [row["slowest_round"] for row in chosen]
             high = [row["fastest_round"] for row in chosen] - middle
-            label = "one process, all cores" if what == "all cores" else what
+            names = {"all cores": "one process, all cores", "independent": "independent processes"}
+            label = names.get(what, f"{what} scaling")
             speed.errorbar([row["ranks"] for row in chosen], middle, (low, high), fmt=f"{marker}-",
                            capsize=3, ms=7, lw=1.5, label=label)  # fmt: skip
     speed.set(xlabel="ranks", ylabel="tokens/s (bars: slowest and fastest round)", title="Speed")
