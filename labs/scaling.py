@@ -394,6 +394,7 @@ class Prediction:
     def __init__(self, blocks: dict, ranks: int, size: int, links: list, cores: int) -> None:
         self.size, self.cores, self.link = size, cores, fit_link(links)
         self.threads = blocks["weak", ranks].threads
+        self.turns = max(1.0, ranks * self.threads / cores)  # own steps here hold these already
         own = blocks["independent", ranks].durations()
         self.own = float(np.median(own.mean(axis=(1, 2))))
         # Steps relative to their round, so that the drift of the machine does not count as jitter.
@@ -418,7 +419,7 @@ class Prediction:
 
     def here(self, ranks: int) -> float:
         """Speed on this machine, in ranks' worth: ranks beyond the cores take turns."""
-        turns = max(1.0, ranks * self.threads / self.cores)
+        turns = max(1.0, ranks * self.threads / self.cores / self.turns)
         return ranks * self.own / (self.step(ranks) + (turns - 1) * self.own)
 
 
