@@ -1,0 +1,153 @@
+"""The classic bugs: each wrong version shows its symptom, each right one does not."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from conftest import ROOT, Finished, clean_environment, run_command
+
+from labs import break_it
+
+# What a user sees as a number: (wrong version, right version), as conditions.
+SYMPTOMS = {
+    "no-set-epoch": (lambda x: x == 1, lambda x: x < 0.5),
+    "no-sampler": (lambda x: x == 2, lambda x: x == 1),
+    "mean-of-means": (lambda x: x > 0.1, lambda x: x < 1e-6),
+    "sum-not-mean": (lambda x: abs(x - 2) < 1e-5, lambda x: abs(x - 1) < 1e-5),
+    "no-sync-on-last": (lambda x: x > 1e-5, lambda x: x == 0),
+    "clip-before-unscale": (lambda x: abs(x * 655_360 - 1) < 1e-3, lambda x: abs(x - 0.1) < 1e-5),
+    "different-weights": (lambda x: x > 1e-2, lambda x: x == 0),
+    "same-dropout": (lambda x: x == 1, lambda x: 0.64 < x < 0.72),  # 0.8² + 0.2² = 0.68
+    "lr-per-micro-batch": (lambda x: x == 7, lambda x: x == 0),
+    "validation-padding": (lambda x: x > 1e-4, lambda x: x < 1e-7),
+    "module-keys": (lambda x: x == 10, lambda x: x == 0),
+    "every-rank-saves": (lambda x: x >= 5, lambda x: x == 0),
+    # ranks that wait for ever
+    "unequal-batches": (lambda x: x == 2, lambda x: x == 0),
+    "rank-0-collective": (lambda x: x == 2, lambda x: x == 0),
+    "validate-through-wrapper": (lambda x: x == 2, lambda x: x == 0),
+}
+
+# Of what hangs: where rank 0 waits, in its own line of code; rank 1 is at the end of the job.
+WAITS = {
+    "unequal-batches": ("DDP's all-reduce of the gradients", "step([batch], self.launch"),
+    "rank-0-collective": ("all_reduce", "dist.all_reduce(loss)"),
+    "validate-through-wrapper": ("DDP's broadcast of the buffers", "float(model(**inputs(batch)))"),
+}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> tuple[dict, str, int]:
+    """`--all` run once: the findings, the report, and the lab's process group."""
+    path = tmp_path_factory.mktemp("findings") / "findings.json"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labs.break_it", "--all", "--json", path], cwd=ROOT, text=True,
+        encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=clean_environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + err
+    return json.loads(path.read_text("utf-8")), out, process.pid
+
+
+def test_all_fifteen_bugs_are_there(everything):
+    findings, out, _ = everything
+    assert findings.keys() == SYMPTOMS.keys() == break_it.BUGS.keys()
+    assert out.endswith("15 of 15 bugs made and detected\n")
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_the_wrong_version_shows_its_symptom_and_the_right_one_does_not(everything, name):
+    found = everything[0][name]
+    shows, is_fine = SYMPTOMS[name]
+    assert shows(found["wrong"]["number"]), found["wrong"]
+    assert is_fine(found["right"]["number"]), found["right"]
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_the_detector_speaks_to_the_wrong_version_and_is_silent_on_the_right_one(everything, name):
+    found = everything[0][name]
+    assert found["wrong"]["detected"]
+    assert found["right"]["detected"] is None
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_of_a_hang_the_collective_and_the_line_are_named_for_each_rank(everything, name):
+    first, second = everything[0][name]["wrong"]["symptom"].split("; ")
+    collective, line = WAITS[name]
+    assert first.startswith(f"rank 0 waits in {collective}, at `")
+    assert line in first
+    assert second.startswith('rank 1 waits in all_gather, at `gather("done", bug.launch)`')
+
+
+def test_mismatched_collectives_are_named_with_their_ranks(everything):
+    message = everything[0]["rank-0-collective"]["wrong"]["detected"]
+    assert "OpType=ALLREDUCE" in message
+    assert "OpType=ALLGATHER" in message
+
+
+@pytest.mark.parametrize("name", break_it.BUGS)
+def test_the_code_that_is_printed_is_the_code_that_runs(everything, name):
+    out = everything[1]
+    section = out[out.index(f"\n{name}\n=") :].partition("\nsymptom\n")[0].splitlines()
+    for mark, version in (("-", "wrong"), ("+", "right")):
+        lines = [line[6:] for line in section if line.startswith((f"    {mark} ", "      "))]
+        source = inspect.getsource(getattr(break_it.BUGS[name], version))
+        assert lines == textwrap.dedent(source).splitlines()
+
+
+def test_no_process_is_left_behind(everything):
+    until = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(everything[2], 0)
+            time.sleep(0.1)
+
+
+def here(capsys, *flags: str) -> Finished:
+    """The lab in this process."""
+    status = 0
+    try:
+        break_it.main(list(flags))
+    except SystemExit as end:
+        status = end.code
+    return Finished(status, *capsys.readouterr())
+
+
+def test_the_list_has_a_line_for_each_bug(capsys):
+    finished = here(capsys, "--list")
+    assert finished.status == 0
+    assert [line.split()[0] for line in finished.out.splitlines()] == list(break_it.BUGS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--bug", "nope"), ("--all", "--list"), ("--no",), ("--all", "--json", "no/where.json")],
+    ids=" ".join,
+)
+def test_nonsense_is_one_clear_line(capsys, flags):
+    finished = here(capsys, *flags)
+    assert finished.status == 2
+    (line,) = finished.err.splitlines()
+    assert line.startswith("error: ")
+    if "nope" in flags:
+        assert all(name in line for name in break_it.BUGS)
+
+
+def test_under_a_launcher_it_says_how_to_start_it():
+    command = [sys.executable, "-m", "labs.break_it", "--list"]
+    finished = run_command(command, cwd=ROOT, env=clean_environment(RANK="0", WORLD_SIZE="2"))
+    assert finished.status == 2
+    assert finished.err.splitlines() == [
+        "error: the lab starts its own ranks: run it with python -m labs.break_it"
+    ]
