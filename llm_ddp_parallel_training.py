@@ -2636,34 +2636,63 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def tiny_bytes(parameters: int, settings: argparse.Namespace) -> int:
-    """Estimated memory of the tiny model's training per rank, beside PyTorch's own.
+def tiny_bytes(parameters: int, settings: argparse.Namespace, launch: Launch) -> int:
+    """Estimated peak memory of the tiny model's training per rank, beside PyTorch's own.
 
-    Weights, gradients and AdamW's two means: 16 bytes a parameter. Kept for the backward pass, in
-    fp32 values a token: 17 · d_model a layer (counted in PyTorch's layer: two norms, q, k, v, the
-    attention, its projection, twice the feed-forward's 4 · d_model, residuals), 4 · d_model around
-    them, and three times the 258 logits.
+    Kept for the backward pass, in fp32 values a token: 16 · d_model a layer (8 for the
+    feed-forward's two sides; q, k, v and the attention's output; the inputs of the two norms and
+    what they return), 2 · d_model around the layers, and 3 · 258 at the loss (log-softmax, its
+    gradient, the logits' gradient). Dropout keeps its masks, and the attention's scores with it.
     """
     s = settings
-    per_token = s.layers * 17 * s.d_model + 4 * s.d_model + 3 * VOCAB
-    return 16 * parameters + 4 * s.batch_size * s.seq_len * per_token
+    layer = 16 * s.d_model
+    if s.dropout:
+        layer += 6 * s.d_model + 3 * s.heads * s.seq_len
+    tokens = s.batch_size * s.seq_len
+    kept = 4 * tokens * (s.layers * layer + 2 * s.d_model + 3 * VOCAB)
+    return training_bytes(parameters, kept, 4 * tokens * 4 * s.d_model, settings, launch)
 
 
-def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace) -> int:
-    """The same for LoRA: base weights, 16 bytes a trained parameter, activations.
+def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch: Launch) -> int:
+    """The same for LoRA: base weights, activations, and 256 rows of logits.
 
-    About 10 · hidden + 6 · intermediate values a token and layer are kept, in the precision of the
-    base; with --gradient-checkpointing hidden ones, and one layer's all. Fitted to the peak of
-    Qwen2.5-0.5B on windows of 4 × 256, where it holds within a few percent.
+    Kept a token and layer, in the precision of the base: 8 · hidden + 2 · key-value width + 2 ·
+    intermediate values, counted in transformers' Qwen2 layer. With --gradient-checkpointing hidden
+    ones, and one layer's all, its backward pass included: 4 · intermediate more.
     """
     s, config = settings, model.config
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     width = 2 if s.precision in ("bf16", "fp16") else 4
-    layer = 10 * config.hidden_size + 6 * config.intermediate_size
-    layers = config.num_hidden_layers
-    kept = layers * config.hidden_size + layer if s.gradient_checkpointing else layers * layer
-    head = FrozenHeadLoss.CHUNK * config.vocab_size * 4
-    return weights + 12 * parameters + width * s.batch_size * s.seq_len * kept + head
+    heads = config.num_attention_heads
+    key_value_width = config.hidden_size // heads * getattr(config, "num_key_value_heads", heads)
+    layer = 8 * config.hidden_size + 2 * key_value_width + 2 * config.intermediate_size
+    layers, tokens = config.num_hidden_layers, s.batch_size * s.seq_len
+    kept = layers * layer
+    if s.gradient_checkpointing:
+        kept = layers * config.hidden_size + layer + 4 * config.intermediate_size
+    head = 4 * FrozenHeadLoss.CHUNK * config.vocab_size
+    largest = width * tokens * config.intermediate_size
+    return weights + head + training_bytes(parameters, width * tokens * kept, largest, s, launch)
+
+
+def training_bytes(
+    parameters: int, kept: int, largest: int, settings: argparse.Namespace, launch: Launch
+) -> int:
+    """Trained weights and AdamW's two means, gradients, and what is `kept` for the backward pass.
+
+    One process without accumulation frees activations while it makes gradients: only the larger of
+    both counts. DDP's buckets and accumulated gradients are there all the time. On the CPU, blocks
+    up to 32 MiB (`largest` tells) lie on the C library's heap, which loses about 0.3 of them
+    between the blocks (measured with glibc: 0.24 to 0.39); and --save-every keeps a copy of the
+    state on rank 0.
+    """
+    s, cpu = settings, launch.device.type == "cpu"
+    apart = launch.world_size == 1 and s.grad_accum == 1
+    gradients = 4 * parameters
+    peak = 12 * parameters + (max(gradients, kept) if apart else gradients + kept)
+    if cpu and largest <= 1 << 25:
+        peak += 3 * kept // 10
+    return peak + (12 * parameters if cpu and s.save_every else 0)
 
 
 def print_header(run: Run) -> None:
@@ -2918,7 +2947,8 @@ def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
         notes=[
             ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
             ("gradients", sent),
-            ("memory", f"about {tiny_bytes(count, s) / 1e6:.0f} MB a rank beside PyTorch's own"),
+            ("memory", f"about {tiny_bytes(count, s, launch) / 1e6:.0f} MB a rank beside "
+                       "PyTorch's own"),
         ],
     )  # fmt: skip
 
@@ -2957,8 +2987,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
                       f"({count / total:.2%}), seed {s.seed}"),
             ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update, if there are several "
                           f"ranks; full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"),
-            ("memory", f"about {qwen_bytes(base, count, s) / 1e6:,.0f} MB a rank beside PyTorch's "
-                       "own; lower --batch-size first"),
+            ("memory", f"about {qwen_bytes(base, count, s, launch) / 1e6:,.0f} MB a rank beside "
+                       "PyTorch's own; lower --batch-size first"),
             ("frozen", f"weights of crc32 {frozen}, compared at the end"),
         ],
         versions={"transformers": transformers.__version__, "peft": peft.__version__},
