@@ -1,0 +1,1456 @@
+"""Memory, time, scaling and checkpoints of a training run, before it is paid for.
+
+The exercise: 13 billion parameters, 200 GB of text, 4 nodes of 8 A100:
+
+    python -m labs.planner --params 13e9 --data 200GB --gpu a100-80gb --nodes 4 --gpus-per-node 8
+
+The reference's own runs, by its own flags; `--dry-run` there prints the same estimate:
+
+    python -m labs.planner --model tiny --d-model 256 --layers 4 --seq-len 256 --batch-size 16
+    python -m labs.planner --model qwen --batch-size 4 --gradient-checkpointing --gpu t4-16gb
+
+Other models by name, with LoRA or in full; for programs, and as a picture:
+
+    python -m labs.planner --model llama-3.1-8b --tokens 10e9 --gpu h100-80gb --nodes 2
+    python -m labs.planner --model qwen2.5-0.5b --lora-r 8 --gpu rtx-4090-24gb --json
+    python -m labs.planner --params 13e9 --gpu a100-80gb --nodes 4 --picture memory.png
+
+It needs Python alone: no torch, no GPU (matplotlib for the picture). Every figure that is an
+assumption and not arithmetic has a flag. Read it in this order: machines and models, memory,
+time of a step, scaling and faults, checkpoints, the choice, the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# ------------------------------------------------------------------------------------------
+# Machines and models
+# ------------------------------------------------------------------------------------------
+
+
+class PlanError(Exception):
+    """The question makes no sense; its text is the one line that the user sees."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Of the vendor's data sheet; both rates are peaks that no program reaches."""
+
+    memory: float  # bytes; the few percent that a GB of 2^30 has more are left to CUDA and NCCL
+    peak: float  # FLOP/s of dense 16-bit matrix products
+    link: float  # bytes/s, each direction, to the other GPUs of the node
+    network: str  # what usually connects nodes of it
+
+
+GPUS = {
+    "v100-32gb": Gpu(32e9, 125e12, 150e9, "infiniband-edr"),
+    "t4-16gb": Gpu(16e9, 65e12, 16e9, "ethernet-25g"),
+    "a100-40gb": Gpu(40e9, 312e12, 300e9, "infiniband-hdr"),
+    "a100-80gb": Gpu(80e9, 312e12, 300e9, "infiniband-hdr"),
+    "h100-80gb": Gpu(80e9, 989e12, 450e9, "infiniband-ndr"),
+    "h200-141gb": Gpu(141e9, 989e12, 450e9, "infiniband-ndr"),
+    "b200-180gb": Gpu(180e9, 2250e12, 900e9, "infiniband-ndr"),
+    "mi300x-192gb": Gpu(192e9, 1307e12, 448e9, "infiniband-ndr"),
+    "l4-24gb": Gpu(24e9, 121e12, 32e9, "ethernet-100g"),
+    "rtx-3090-24gb": Gpu(24e9, 71e12, 32e9, "ethernet-10g"),
+    "rtx-4090-24gb": Gpu(24e9, 165e12, 32e9, "ethernet-10g"),
+    # Two 2.8 GHz cores and Gloo over loopback, as measured there; memory is what the host has.
+    "cpu": Gpu(math.inf, 190e9, 1e9, "ethernet-10g"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A card between nodes: nominal bytes/s each direction, and seconds a message takes at least."""
+
+    card: float
+    latency: float
+    cards_by_gpu: bool  # a card for every GPU, as in DGX machines; else one for the node
+
+
+NETWORKS = {
+    "infiniband-ndr": Network(50e9, 5e-6, True),  # 400 Gb/s
+    "infiniband-hdr": Network(25e9, 5e-6, True),  # 200 Gb/s
+    "infiniband-edr": Network(12.5e9, 5e-6, True),  # 100 Gb/s
+    "infiniband-hdr-one-card": Network(25e9, 5e-6, False),
+    "ethernet-100g": Network(12.5e9, 20e-6, False),
+    "ethernet-25g": Network(3.125e9, 40e-6, False),
+    "ethernet-10g": Network(1.25e9, 40e-6, False),
+}
+NODE_LATENCY = 3e-6  # seconds, NVLink or PCIe inside a node
+REACHED = 0.8  # of a link's nominal rate; NCCL reaches about 235 of an A100's 300 GB/s in a node
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Equal nodes of equal GPUs."""
+
+    name: str
+    memory: float  # bytes a GPU
+    peak: float  # FLOP/s a GPU
+    share: float  # of the peak that the kernels reach while they compute
+    nodes: int
+    gpus_per_node: int
+    link: float  # bytes/s that a GPU reaches inside its node
+    network: str
+    node_rate: float  # bytes/s that a node's cards reach together
+    latency: float  # seconds between nodes
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def of_size(self, gpus: int) -> Machine:
+        """The same with another number of GPUs; fewer than a node are a part of one."""
+        per_node = min(self.gpus_per_node, gpus)
+        return dataclasses.replace(self, nodes=math.ceil(gpus / per_node), gpus_per_node=per_node)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of a causal Transformer; `parameters` counts it exactly."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = True  # three feed-forward matrices (SwiGLU), else two
+    tied: bool = False  # the head is the embedding
+    positions: int = 0  # learned position embeddings
+    qkv_bias: bool = False
+
+    @property
+    def kv_width(self) -> int:
+        return self.width // self.heads * self.kv_heads
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of a layer that tensor parallelism divides."""
+        attention = 2 * self.width * (self.width + self.kv_width)
+        bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
+        return attention + bias + (3 if self.gated else 2) * self.width * self.ffn
+
+    @property
+    def norms(self) -> int:
+        """Parameters of a layer that it does not divide."""
+        return 2 * self.width
+
+    def part(self, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> int:
+        """Parameters on one rank of the stage; layers that are left over go to the first stages."""
+        layers = self.layers // pipeline + (stage < self.layers % pipeline)
+        divided, whole = layers * self.matrices, layers * self.norms
+        if stage == 0:
+            divided, whole = divided + self.vocab * self.width, whole + self.positions * self.width
+        if stage == pipeline - 1:
+            if not self.tied or pipeline > 1:
+                divided += self.vocab * self.width
+            whole += self.width
+        return math.ceil(divided / tensor) + whole
+
+    @property
+    def parameters(self) -> int:
+        return self.part()
+
+    def lora(self, r: int, targets: Sequence[str]) -> int:
+        """Parameters of adapters A [r, in] and B [out, r] on the layers named (Hu et al. 2021)."""
+        h, kv, f = self.width, self.kv_width, self.ffn
+        sizes = {
+            "q_proj": h + h, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + h,
+            "gate_proj": h + f, "up_proj": h + f, "down_proj": f + h,
+        }  # fmt: skip
+        unknown = [name for name in targets if name not in sizes]
+        if unknown or not targets:
+            raise PlanError(
+                f"--lora-targets: unknown {', '.join(unknown) or '(nothing)'}; known: "
+                + ", ".join(sizes)
+            )
+        return self.layers * r * sum(sizes[name] for name in set(targets))
+
+
+MODELS = {  # shapes as in the models' public config files
+    m.name: m
+    for m in (
+        Model("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, tied=True, qkv_bias=True),
+        Model("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, qkv_bias=True),
+        Model("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
+        Model("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
+        Model("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
+        Model("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256),
+        Model("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256),
+        Model("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256),
+    )
+}
+
+
+def tiny_model(width: int, layers: int, heads: int, seq_len: int) -> Model:
+    """The reference's `TinyCausalTransformer`."""
+    return Model(
+        "tiny", layers, width, heads, heads, 4 * width, 258, gated=False, positions=seq_len
+    )
+
+
+def model_of_size(parameters: float, vocab: int = 32000) -> Model:
+    """A Llama-like shape for a number of parameters N.
+
+    Width is 128 · layers, as in Llama 2 7B and 13B, and N ≈ 12 · layers · width² (Kaplan et al.
+    2020, section 2.1) gives the layers; the feed-forward width then makes the count come out.
+    """
+    layers = (parameters / (12 * 128**2)) ** (1 / 3)
+    layers = max(1, round(layers) if layers < 12 else 8 * round(layers / 8))
+    width = 128 * layers
+    without = Model("", layers, width, layers, layers, 0, vocab).parameters
+    ffn = round((parameters - without) / (3 * layers * width))
+    if ffn < width:
+        raise PlanError(
+            f"--params {parameters:g} is too few for a vocabulary of {vocab:,}; give --vocab, or "
+            "a shape by --model tiny --d-model --layers"
+        )
+    return Model(f"{parameters / 1e9:g} billion", layers, width, layers, layers, ffn, vocab)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is trained, in which portions, on what."""
+
+    model: Model
+    machine: Machine
+    seq_len: int
+    batch: int  # sequences of a micro-batch on one data-parallel rank
+    accum: int = 1  # micro-batches an update
+    mixed: bool = True  # 16-bit matrix products over fp32 weights
+    lora_r: int = 0  # 0: all parameters are trained
+    lora_targets: tuple[str, ...] = ("q_proj", "v_proj")
+    dropout: bool = False
+    saving: bool = False  # checkpoints during the run
+    jitter: float = 0.02  # standard deviation of a GPU's step time, relative
+    overlap: float = 0.8  # share of the time that communication could hide behind that it does
+    read_rate: float = 1e9  # bytes/s of training data that a node can read
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation, and of a frozen weight."""
+        return 2 if self.mixed else 4
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.batch * self.seq_len
+
+    @property
+    def trained(self) -> int:
+        m = self.model
+        return m.lora(self.lora_r, self.lora_targets) if self.lora_r else m.parameters
+
+
+# ------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------
+
+# What each way of data parallelism divides over the ranks that share a model.
+DIVIDED = {
+    "ddp": (),
+    "zero1": ("optimizer",),  # ZeroRedundancyOptimizer
+    "zero2": ("weights", "gradients", "optimizer"),  # fully_shard(reshard_after_forward=False)
+    "fsdp": ("weights", "gradients", "optimizer"),  # fully_shard
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a run is divided: `data` replicas or shards × `tensor` × `pipeline` ranks."""
+
+    kind: str
+    data: int
+    shard: int = 1  # ranks that share one copy of what `kind` divides; the rest are replicas
+    tensor: int = 1
+    pipeline: int = 1
+    checkpointing: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def name(self) -> str:
+        hybrid = self.kind == "fsdp" and 1 < self.shard < self.data
+        parts = [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
+        parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
+        if self.data > 1 or not parts:
+            parts.append(("hsdp" if hybrid else self.kind) + f" {self.data}")
+        return " × ".join(parts) + (" + checkpointing" if self.checkpointing else "")
+
+
+def state_bytes(parameters: int, trained: int, run: Run, layout: Layout) -> dict[str, int]:
+    """What a rank holds between two steps, of `parameters` of which `trained` are trained.
+
+    Trained weights, their gradients and AdamW's two means are fp32: 4 + 4 + 8 bytes (Rajbhandari
+    et al. 2020, ZeRO, section 3.1 has the same 16 in another order). Frozen weights have the
+    precision of the matrix products. FSDP divides the first dimension; a remainder is padding.
+    """
+    divided = DIVIDED[layout.kind]
+
+    def share(count: int, what: str) -> int:
+        return math.ceil(count / layout.shard) if what in divided else count
+
+    frozen = parameters if run.lora_r else 0
+    return {
+        "weights": 4 * share(trained, "weights") + run.width * share(frozen, "weights"),
+        "gradients": 4 * share(trained, "gradients"),
+        "optimizer": 8 * share(trained, "optimizer"),
+    }
+
+
+def copies_bytes(parameters: int, run: Run, layout: Layout) -> int:
+    """Weights that exist a second time during a step, and buffers of the communication.
+
+    ddp, zero1: autocast keeps a 16-bit copy of all trained weights until the backward pass; DDP's
+    buckets are the gradients themselves (gradient_as_bucket_view). zero2 keeps all of them gathered
+    from forward to backward. fsdp gathers layer by layer: two of them (one computes, the next
+    arrives), embedding and head throughout, and one layer's whole gradient before it is scattered
+    (Zhao et al. 2023, PyTorch FSDP, sections 3.2 and 3.3).
+    """
+    if layout.kind in ("ddp", "zero1") or layout.shard == 1:
+        return 2 * parameters if run.mixed and not run.lora_r else 0
+    if layout.kind == "zero2":
+        return run.width * parameters
+    m = run.model
+    layer = (m.matrices + m.norms) // layout.tensor
+    outside = parameters - layer * (m.layers // layout.pipeline)
+    return run.width * (2 * layer + outside) + (0 if run.lora_r else 4 * layer)
+
+
+def activation_bytes(run: Run, layout: Layout, stage: int = 0) -> tuple[int, int]:
+    """(kept for the backward pass by the layers, needed around the loss), in bytes.
+
+    Values a token and layer, attention without its score matrix (Dao et al. 2022): 4 · width for
+    the inputs of the two norms and what they return, 2 · width + 2 · key-value width for q, k, v
+    and the attention's output, and the feed-forward's 2 or (gated) 4 · ffn. For a plain Transformer
+    of 16-bit values that is 32 bytes · width, the 34 of Korthikanti et al. 2022 (equation 1) less
+    their dropout masks. Tensor ranks divide all but the first term (their equation 2). With
+    checkpointing a layer keeps its input, and one layer has everything. A pipeline stage (1F1B)
+    keeps as many micro-batches as there are stages from it to the end (Narayanan et al. 2021).
+
+    Around the loss: the last norm's input and output, and three fp32 values a logit at once: the
+    log-softmax, its gradient, and the logits' gradient.
+    """
+    m, tokens = run.model, run.tokens
+    if run.lora_r:
+        return lora_activation_bytes(run, layout)
+    feed = (4 if m.gated else 2) * m.ffn
+    layer = 4 * m.width + (2 * m.width + 2 * m.kv_width + feed) / layout.tensor
+    if run.dropout:  # masks, and the attention's scores, which the fused kernel would not keep
+        layer += (6 * m.width + 3 * m.heads * run.seq_len) / layout.tensor
+    layers = m.layers // layout.pipeline + (stage < m.layers % layout.pipeline)
+    kept = layers * m.width + layer if layout.checkpointing else layers * layer
+    in_flight = min(layout.pipeline - stage, run.accum)
+    loss = 0
+    if stage == layout.pipeline - 1:
+        loss = run.width * 2 * m.width + 4 * 3 * m.vocab // layout.tensor
+    return math.ceil(run.width * tokens * kept * in_flight), tokens * loss
+
+
+def lora_activation_bytes(run: Run, layout: Layout) -> tuple[int, int]:
+    """The same for LoRA as the reference trains it, whose loss never holds all logits.
+
+    The figures are those of its `qwen_bytes`, counted in transformers' Qwen2 layer with adapters on
+    two projections.
+    """
+    m = run.model
+    layer = 8 * m.width + 2 * m.kv_width + 2 * m.ffn
+    kept = m.layers * layer
+    if layout.checkpointing:
+        kept = m.layers * m.width + layer + 4 * m.ffn
+    return run.width * run.tokens * kept, 4 * 256 * m.vocab
+
+
+def on_the_host(run: Run, kept: int) -> tuple[int, int]:
+    """(lost between blocks of the heap, a copy of the state for checkpoints) in CPU training.
+
+    As in the reference's `training_bytes`: blocks of up to 32 MiB lie on the C library's heap,
+    which loses about 0.3 of them between the blocks (measured with glibc: 0.24 to 0.39).
+    """
+    if run.machine.name != "cpu":
+        return 0, 0
+    small = run.width * run.tokens * run.model.ffn <= 1 << 25
+    return (3 * kept // 10 if small else 0), (12 * run.trained if run.saving else 0)
+
+
+def memory(run: Run, layout: Layout) -> dict[str, int]:
+    """Peak bytes on the fullest rank, by what holds them; `total` is their sum.
+
+    One process without accumulation never has all gradients and all activations at once: the
+    backward pass frees the one while it makes the other. `reused` takes that off.
+    """
+    fullest: dict[str, int] = {"total": -1}
+    for stage in {0, layout.pipeline - 1}:
+        own = run.model.part(layout.tensor, layout.pipeline, stage)
+        trained = run.trained if run.lora_r else own
+        parts = state_bytes(own, trained, run, layout)
+        parts["copies"] = copies_bytes(own, run, layout)
+        parts["activations"], parts["loss"] = activation_bytes(run, layout, stage)
+        kept = parts["activations"] + (0 if run.lora_r else parts["loss"])
+        alone = layout.gpus == 1 and run.accum == 1
+        parts["reused"] = -min(parts["gradients"], kept) if alone else 0
+        parts["heap"], parts["saving"] = on_the_host(run, kept)
+        parts["total"] = sum(parts.values())
+        fullest = max(fullest, parts, key=lambda parts: parts["total"])
+    return fullest
+
+
+def largest_batch(run: Run, layout: Layout, limit: int = 1 << 16) -> int:
+    """The largest micro-batch, in sequences, that fits a GPU; 0 if not even one does."""
+
+    def fits(batch: int) -> bool:
+        return memory(dataclasses.replace(run, batch=batch), layout)["total"] <= run.machine.memory
+
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return min(low, limit)
+
+
+# ------------------------------------------------------------------------------------------
+# Time of a step
+# ------------------------------------------------------------------------------------------
+
+
+def flops_per_token(run: Run, recompute: bool = False) -> float:
+    """FLOPs of forward and backward for one token.
+
+    6 per parameter in a matrix product: 2 forward, 4 backward (Kaplan et al. 2020, section 2.1); an
+    embedding is looked up, not multiplied, unless it is the head as well. Attention adds
+    12 · layers · width · seq_len (Chowdhery et al. 2022, PaLM, appendix B), half of it because a
+    causal mask needs half of the scores. Frozen weights (LoRA) need no gradient: 4 of the 6.
+    Checkpointing computes the forward pass twice: 2 more.
+    """
+    m = run.model
+    products = m.layers * m.matrices + m.vocab * m.width
+    attention = m.layers * m.width * run.seq_len  # a third of 6 · layers · width · seq_len is 2 ·
+    forward = 2 * products + 2 * attention
+    backward = (2 if run.lora_r else 4) * products + 4 * attention
+    if run.lora_r:
+        forward, backward = forward + 2 * run.trained, backward + 4 * run.trained
+    return forward * (2 if recompute else 1) + backward
+
+
+def gather_seconds(
+    size: float, ranks: int, machine: Machine, stride: int = 1, calls: int = 1
+) -> float:
+    """Seconds until each of `ranks` holds all `size` bytes, of which it had its share.
+
+    A reduce-scatter takes as long, an all-reduce is one of each. `stride` is the distance between
+    neighbours of the group, in ranks; groups that work at the same time share their nodes' cards.
+    The better of two ways: one ring through all ranks, where each sends (n−1)/n of the bytes over
+    the slowest link (Patarasuk and Yuan 2009); or a ring in each node and recursive doubling
+    between nodes, log2(nodes) hops (Thakur et al. 2005). `calls`: into how many messages the bytes
+    are divided; each pays the latency.
+    """
+    if ranks == 1:
+        return 0.0
+    inside = max(1, min(ranks, machine.gpus_per_node // stride))
+    nodes = math.ceil(ranks / inside)
+    in_node = (inside - 1) / inside * size / machine.link
+    hops = calls * NODE_LATENCY * (inside - 1)
+    if nodes == 1:
+        return in_node + hops
+    rate = machine.node_rate / min(stride, machine.gpus_per_node)  # this group's part of the cards
+    ring = (ranks - 1) / ranks * size / min(machine.link, rate)
+    ring += calls * (ranks - 1) * machine.latency
+    between = (nodes - 1) / nodes * size / rate + calls * math.log2(nodes) * machine.latency
+    return min(ring, in_node + hops + between)
+
+
+def expected_slowest(count: int) -> float:
+    """Expected largest of `count` standard normal values (Blom 1958)."""
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def gradient_bytes(trained: int) -> int:
+    """Bytes of gradients that DDP all-reduces an update: fp32, every trained parameter once."""
+    return 4 * trained
+
+
+def data_parallel_seconds(run: Run, layout: Layout, compute: float) -> tuple[float, float]:
+    """(all, exposed) seconds of the communication among data-parallel ranks, in an update.
+
+    `compute` is that of one micro-batch. DDP all-reduces gradients during the backward pass, two
+    thirds of it, of the last micro-batch. ZeRO-1 sends the updated weights as well. FSDP gathers
+    weights for forward and backward (zero2: once for both) and scatters gradients in every
+    micro-batch; in a hybrid the replicas then all-reduce their shards. At least one piece (bucket or layer) stays exposed.
+    """
+    m, machine, stride = run.model, run.machine, layout.tensor
+    own = m.part(layout.tensor, layout.pipeline)
+    trained = run.trained if run.lora_r else own
+    layers = max(1, m.layers // layout.pipeline)
+    buckets = math.ceil(4 * trained / 25e6)  # DDP's default size
+
+    def exposed(seconds: float, window: float, pieces: int) -> float:
+        return max(seconds - run.overlap * window, seconds / pieces)
+
+    sends = run.width * (own if not run.lora_r else own + trained)
+    gradients = gather_seconds(4 * trained, layout.data, machine, stride, buckets)
+    if layout.kind in ("ddp", "zero1"):
+        total, after = 2 * gradients, gradients if layout.kind == "zero1" else 0.0
+        return total + after, exposed(total, compute * 2 / 3, buckets) + after
+    gather = gather_seconds(sends, layout.shard, machine, stride, layers)
+    scatter = gather_seconds(4 * trained, layout.shard, machine, stride, layers)
+    once = (1 if layout.kind == "zero2" else 2) * gather + scatter
+    total, hidden = run.accum * once, run.accum * exposed(once, compute, layers)
+    replicas = layout.data // layout.shard
+    across = 2 * gather_seconds(
+        4 * trained / layout.shard, replicas, machine, stride * layout.shard, layers
+    )
+    return total + across, hidden + exposed(across, compute * 2 / 3, layers) if across else hidden
+
+
+def step_seconds(run: Run, layout: Layout) -> dict[str, float]:
+    """Seconds of an update, by cause; `total` is their sum. `communication` includes the hidden.
+
+    Ranks wait for the slowest: with relative deviation σ of a rank's time, n of them take
+    1 + σ · E[largest of n] as long. A pipeline of p stages idles (p − 1) / m of the time with m
+    micro-batches (Huang et al. 2019, GPipe, section 2.3). Tensor ranks all-reduce the activations
+    twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2019), in the open.
+    """
+    m, machine, t, p = run.model, run.machine, layout.tensor, layout.pipeline
+    flops = flops_per_token(run, layout.checkpointing) * run.tokens / (t * p)
+    compute = flops / (machine.peak * machine.share)  # of a micro-batch
+    total, exposed = data_parallel_seconds(run, layout, compute)
+    hidden_size = run.tokens * m.width * run.width
+    calls = math.ceil(m.layers / p) * (6 if layout.checkpointing else 4)
+    tensor = 2 * run.accum * gather_seconds(calls * hidden_size, t, machine, calls=calls)
+    rate = min(machine.link, machine.node_rate / machine.gpus_per_node)
+    pipeline = run.accum * 2 * hidden_size / rate / t if p > 1 else 0.0
+    work = run.accum * compute
+    parts = {
+        "compute": work,
+        "waiting for the slowest": work * run.jitter * expected_slowest(layout.gpus),
+        "data-parallel communication": exposed,
+        "tensor communication": tensor,
+        "pipeline communication": pipeline,
+        "pipeline bubble": compute * (p - 1),
+    }
+    read = layout.data / machine.nodes * run.accum * run.tokens * 4 / run.read_rate
+    parts["input"] = max(0.0, read - sum(parts.values()))  # prefetched: only what is slower shows
+    parts["total"] = sum(parts.values())
+    parts["communication"] = total + tensor + pipeline
+    return parts
+
+
+# ------------------------------------------------------------------------------------------
+# Scaling, stragglers, failures
+# ------------------------------------------------------------------------------------------
+
+
+def resized(layout: Layout, gpus: int) -> Layout:
+    """The same way of dividing on another number of GPUs."""
+    data = max(1, gpus // (layout.tensor * layout.pipeline))
+    whole = layout.shard == layout.data
+    shard = data if whole else min(layout.shard, data)
+    return dataclasses.replace(layout, data=data, shard=shard)
+
+
+def efficiency(run: Run, layout: Layout, gpus: int, strong: bool = False) -> float:
+    """Tokens a second and GPU, as a share of what computing alone would give.
+
+    Weak scaling keeps the batch of a GPU; strong scaling keeps the global one, so that each GPU has
+    less to do between two exchanges; 0 if there are more ranks than sequences.
+    """
+    there = resized(layout, gpus)
+    if strong:
+        sequences = run.batch * run.accum * layout.data // there.data
+        if not sequences:
+            return 0.0
+        batch = min(run.batch, sequences)
+        run = dataclasses.replace(run, batch=batch, accum=max(1, round(sequences / batch)))
+    parts = step_seconds(dataclasses.replace(run, machine=run.machine.of_size(gpus)), there)
+    return parts["compute"] / parts["total"]
+
+
+def fit_link(
+    run: Run, layout: Layout, first: tuple[int, float], second: tuple[int, float]
+) -> dict[str, float]:
+    """Which link between nodes gives these two (GPUs, efficiency), weak scaling.
+
+    Two figures fix two unknowns: the rate of a node and how much of the time hides communication.
+    For each overlap the rate follows from the first figure (bisection); the overlap that comes
+    nearest to the second is taken.
+    """
+
+    def at(rate: float, overlap: float, gpus: int) -> float:
+        machine = dataclasses.replace(run.machine, node_rate=rate)
+        return efficiency(dataclasses.replace(run, machine=machine, overlap=overlap), layout, gpus)
+
+    best: dict[str, float] = {}
+    for percent in range(101):
+        overlap, low, high = percent / 100, 1e6, 1e13
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (
+                (low, middle) if at(middle, overlap, first[0]) > first[1] else (middle, high)
+            )
+        found = {"overlap": overlap, "node_rate": high}
+        found["first"], found["second"] = (at(high, overlap, n) for n, _ in (first, second))
+        found["miss"] = abs(found["first"] - first[1]) + abs(found["second"] - second[1])
+        best = found if not best or found["miss"] < best["miss"] else best
+    return best
+
+
+def simulate_stragglers(
+    gpus: int, jitter: float, slow_share: float, slow_by: float, steps: int = 2000, seed: int = 0
+) -> float:
+    """Mean step time with stragglers, as a multiple of the step of an undisturbed GPU.
+
+    Each step takes as long as its slowest rank: the largest of n normal values, drawn at once as
+    the quantile of U^(1/n). Besides, each GPU is for a while (100 steps) slow by `slow_by`, with
+    probability `slow_share`: a hot card, a bad link, a busy host.
+    """
+    chance, normal = random.Random(seed), statistics.NormalDist()
+    total, slow = 0.0, 0
+    for step in range(steps):
+        if step % 100 == 0:
+            slow = sum(chance.random() < slow_share for _ in range(gpus))
+        slowest = jitter * largest_normal(gpus - slow, chance, normal)
+        if slow:
+            slowest = max(slowest, slow_by + jitter * largest_normal(slow, chance, normal))
+        total += 1 + slowest
+    return total / steps
+
+
+def largest_normal(count: int, chance: random.Random, normal: statistics.NormalDist) -> float:
+    """One draw of the largest of `count` standard normal values."""
+    if count < 1:
+        return -math.inf
+    return normal.inv_cdf(min(max(chance.random(), 1e-12) ** (1 / count), 1 - 1e-15))
+
+
+def simulate_failures(
+    work: float, between: float, interval: float, blocking: float, restart: float,
+    repeats: int = 20, seed: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """A run of `work` seconds with a failure every `between` seconds on average, all synchronous.
+
+    Any failure stops all ranks; they go on `restart` seconds later from the last checkpoint, and a
+    checkpoint stops the work for `blocking` seconds after every `interval` of it. Returns means
+    over `repeats` runs: wall seconds, failures, lost seconds, and the share of useful time.
+    """
+    chance = random.Random(seed)
+    wall = failures = lost = 0.0
+    for _ in range(repeats):
+        done = clock = 0.0
+        fails = chance.expovariate(1 / between)
+        while done < work:
+            portion = min(interval, work - done)
+            if clock + portion + blocking <= fails:
+                clock, done = clock + portion + blocking, done + portion
+            else:
+                failures, lost = failures + 1, lost + fails - clock
+                clock = fails + restart
+                fails = clock + chance.expovariate(1 / between)
+        wall += clock
+    wall, failures, lost = wall / repeats, failures / repeats, lost / repeats
+    return {"wall": wall, "failures": failures, "lost": lost, "useful": work / wall}
+
+
+# ------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------
+
+
+def young(blocking: float, between: float) -> float:
+    """Seconds between checkpoints after Young 1974: √(2 · cost · mean time between failures)."""
+    return math.sqrt(2 * blocking * between)
+
+
+def daly(blocking: float, between: float) -> float:
+    """The same after Daly 2006, equation 37: higher order, for costs that are not small."""
+    if blocking >= 2 * between:
+        return between
+    ratio = blocking / (2 * between)
+    return young(blocking, between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocking
+
+
+def useful_share(interval: float, blocking: float, between: float, restart: float) -> float:
+    """Share of the wall time that is training, failures and checkpoints included (Daly 2006,
+    equation 20, whose wall time is M · e^(R/M) · (e^((τ+δ)/M) − 1) · work / τ)."""
+    growth = math.expm1((interval + blocking) / between)
+    return interval / (between * math.exp(restart / between) * growth)
+
+
+def checkpoints(run: Run, layout: Layout, args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes by kind in bytes, seconds to write, intervals and losses."""
+    machine, trained = run.machine, run.trained
+    sizes = {
+        "weights, 16 bit": 2 * run.model.parameters,
+        "weights, fp32": 4 * run.model.parameters,
+        "to resume (weights and AdamW, fp32)": 12 * trained,
+    }
+    if run.lora_r:
+        sizes = {"adapter": 4 * trained, "to resume (adapter and AdamW, fp32)": 12 * trained}
+    full = 12 * trained
+    write = full / args.storage
+    snapshot = full / layout.gpus / args.snapshot  # every rank copies its part to host memory
+    between = args.mtbf * 3600 / machine.gpus
+    ways = {}
+    for name, blocking, least in (("blocking", write, 0.0), ("background", snapshot, write)):
+        interval = max(daly(blocking, between), least)
+        ways[name] = {
+            "blocking_seconds": blocking,
+            "young_seconds": young(blocking, between),
+            "daly_seconds": daly(blocking, between),
+            "interval_seconds": interval,  # never shorter than the write it must wait for
+            "loss_per_failure_seconds": interval / 2 + args.restart,
+            "useful_share": useful_share(interval, blocking, between, args.restart),
+        }
+    return {
+        "sizes": sizes, "write_seconds": write, "between_failures_seconds": between, "ways": ways,
+        "kept": args.keep, "stored_bytes": (args.keep + 1) * full,  # and the best one
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------
+# The choice
+# ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout with the batch that suits it, and what comes of it."""
+
+    layout: Layout
+    run: Run
+    memory: dict[str, int]
+    step: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory["total"] <= self.run.machine.memory
+
+    @property
+    def update_tokens(self) -> int:
+        return self.run.tokens * self.run.accum * self.layout.data
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.update_tokens / self.step["total"]
+
+
+def require_divisible(model: Model, tensor: int) -> None:
+    """Raises `PlanError` where tensor ranks cannot share a model's heads or feed-forward."""
+    for what, count in (("heads", model.heads), ("key-value heads", model.kv_heads)):
+        if count % tensor:
+            raise PlanError(
+                f"--tensor {tensor} does not divide the {count} {what} of the model; possible: "
+                + ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
+            )
+
+
+def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
+    """The sensible ways, simplest first; or those that the flags leave.
+
+    Tensor ranks stay inside a node, whose links are fast; pipeline stages lie across nodes. LoRA
+    has little to exchange and nothing to divide but the frozen weights.
+    """
+    m, gpus, in_node = run.model, run.machine.gpus, run.machine.gpus_per_node
+    widest = max(t for t in (1, 2, 4, 8) if not (in_node % t or m.heads % t or m.kv_heads % t))
+    deepest = max(p for p in (1, 2, 4, 8, 16) if not run.machine.nodes % p and p <= m.layers)
+    tensors = [args.tensor] if args.tensor else [1] if run.lora_r else sorted({1, widest})
+    pipelines = [args.pipeline] if args.pipeline else [1] if run.lora_r else sorted({1, deepest})
+    found = []
+    for pipeline in pipelines:
+        for tensor in tensors:
+            if in_node % tensor or gpus % (tensor * pipeline) or pipeline > m.layers:
+                continue
+            data = gpus // (tensor * pipeline)
+            kinds = ["ddp"] if data == 1 else ["ddp", "fsdp"]
+            if data == gpus > 1 and not run.lora_r:
+                kinds = ["ddp", "zero1", "fsdp", "zero2", "hsdp"]
+            for kind in kinds:
+                hybrid = kind == "hsdp"
+                if (args.strategy not in ("auto", kind) and data > 1) or (
+                    hybrid and gpus == in_node
+                ):
+                    continue
+                shard = 1 if kind == "ddp" else in_node if hybrid else data
+                found += [
+                    Layout("fsdp" if hybrid else kind, data, shard, tensor, pipeline, recompute)
+                    for recompute in (False, True)
+                    if recompute or not args.gradient_checkpointing
+                    if not recompute or args.gradient_checkpointing or not args.exact
+                ]
+    if not found:
+        raise PlanError(
+            f"no way to divide {gpus} GPUs ({run.machine.nodes} × {in_node}) for --strategy "
+            f"{args.strategy} --tensor {args.tensor or 'any'} --pipeline {args.pipeline or 'any'}; "
+            "tensor ranks stay inside a node, and tensor × pipeline must divide the GPUs"
+        )
+    return found
+
+
+def assess(run: Run, layout: Layout, args: argparse.Namespace) -> Candidate:
+    """The layout with its largest micro-batch, and as many of them as the global batch asks for."""
+    sequences = args.global_batch / run.seq_len / layout.data  # a rank and update
+    batch = args.batch_size
+    if not batch:
+        # Each of p stages idles (p − 1) / m of the time: four times as many micro-batches as stages
+        limit = max(1, int(sequences / (4 * layout.pipeline if layout.pipeline > 1 else 1)))
+        counted = dataclasses.replace(run, accum=4 * layout.pipeline)
+        batch = 1 << max(0, largest_batch(counted, layout, limit).bit_length() - 1)
+    accum = args.grad_accum or max(1, round(sequences / batch))
+    run = dataclasses.replace(run, batch=batch, accum=accum)
+    return Candidate(layout, run, memory(run, layout), step_seconds(run, layout))
+
+
+def choose(run: Run, args: argparse.Namespace) -> tuple[Candidate, list[Candidate]]:
+    """The fastest that fits, and all that were looked at. A simpler one may be 2 % slower."""
+    seen = [assess(run, layout, args) for layout in layouts(run, args)]
+    best: Candidate | None = None
+    for one in seen:
+        faster = best is None or one.tokens_per_second > 1.02 * best.tokens_per_second
+        best = one if one.fits and faster else best
+    if best is None:
+        leanest = min(seen, key=lambda one: one.memory["total"])
+        raise PlanError(
+            f"nothing fits: the leanest, {leanest.layout.name}, needs "
+            f"{leanest.memory['total'] / 1e9:.1f} GB a GPU at {leanest.run.batch} × {run.seq_len} "
+            f"tokens, and {run.machine.name} has {run.machine.memory / 1e9:.0f} GB; add --nodes, "
+            "take a larger --gpu, or lower --seq-len or --batch-size"
+        )
+    return best, seen
+
+
+def why(best: Candidate, seen: Sequence[Candidate]) -> tuple[list[str], list[str]]:
+    """(reasons for the chosen one, alternatives and why not), in plain sentences."""
+    run, layout, parts = best.run, best.layout, best.memory
+    m, has = run.model, run.machine.memory
+    states = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    reasons = []
+    if run.lora_r:
+        reasons.append(
+            f"LoRA trains {run.trained:,} of {m.parameters + run.trained:,} parameters: the frozen "
+            f"ones need {run.width} bytes each, no gradient and no optimizer state."
+        )
+    if layout.kind == "ddp" and layout.tensor * layout.pipeline == 1:
+        reasons.append(
+            f"A whole replica fits: weights, gradients and AdamW's states are {gb(states)}, so "
+            "nothing has to be divided but the data."
+        )
+    else:
+        whole = 16 * run.trained
+        reasons.append(
+            f"A replica's states alone are {gb(whole)} (16 bytes a parameter), a GPU has {gb(has)}; "
+            f"{layout.name} leaves {gb(states)} of them on each."
+        )
+    if layout.checkpointing:
+        reasons.append(
+            "Checkpointing computes the forward pass twice, a third more work, and leaves room for "
+            f"micro-batches of {run.batch} × {run.seq_len} tokens."
+        )
+    exposed = best.step["data-parallel communication"] / best.step["total"]
+    if layout.data > 1:
+        reasons.append(
+            f"Ranks exchange {best.step['communication']:.3g} s an update, {exposed:.1%} of the step "
+            "is not hidden behind computing."
+        )
+    rejected = []
+    for name in dict.fromkeys(one.layout.name.removesuffix(" + checkpointing") for one in seen):
+        same = [one for one in seen if one.layout.name.removesuffix(" + checkpointing") == name]
+        if best in same:
+            continue
+        fitting = [one for one in same if one.fits]
+        if not fitting:
+            least = min(one.memory["total"] for one in same)
+            rejected.append(
+                f"{name}: needs {gb(least)} a GPU at its smallest, which has {gb(has)}."
+            )
+            continue
+        one = max(fitting, key=lambda one: one.tokens_per_second)
+        extra = {
+            k: v for k, v in one.step.items() if k not in ("compute", "total", "communication")
+        }
+        cause = max(extra, key=extra.__getitem__)
+        slower = 1 - one.tokens_per_second / best.tokens_per_second
+        speed = f"{slower:.0%} slower" if slower > 0.005 else "no faster, and more to set up"
+        rejected.append(
+            f"{one.layout.name}: {speed}; {cause} takes {extra[cause] / one.step['total']:.0%} of "
+            "its step."
+        )
+    return reasons, rejected
+
+
+def launch_lines(best: Candidate, args: argparse.Namespace) -> list[str]:
+    """Commands that start the run; the reference itself where it can be the program."""
+    run, layout, machine = best.run, best.layout, best.run.machine
+    launcher = f"python -m torch.distributed.run --nproc_per_node={machine.gpus_per_node}"
+    if machine.nodes > 1:
+        launcher += (
+            f" --nnodes={machine.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
+            "--rdzv-id=job1"
+        )
+    else:
+        launcher += " --standalone"
+    if machine.gpus == 1:
+        launcher = "python"
+    batch = f"--batch-size {run.batch} --grad-accum {run.accum} --seq-len {run.seq_len}"
+    m = run.model
+    if m.name == "tiny" and layout.kind == "ddp":
+        shape = f"--d-model {m.width} --layers {m.layers} --heads {m.heads}"
+        cpu = " --cpu" if machine.name == "cpu" else ""
+        return [f"{launcher} llm_ddp_parallel_training.py --model tiny{cpu} {shape} {batch}"]
+    if run.lora_r and layout.kind == "ddp":
+        base = "" if m.name == "qwen2.5-0.5b" else " --base-model FOLDER"
+        cpu = " --cpu" if machine.name == "cpu" else ""
+        saving = " --gradient-checkpointing" if layout.checkpointing else ""
+        lora = f"--lora-r {run.lora_r} --lora-targets {','.join(run.lora_targets)}"
+        program = f"llm_ddp_parallel_training.py --model qwen{base}{cpu}"
+        return [f"{launcher} {program} {lora} {batch}{saving}"]
+    steps = {
+        "ddp": "DistributedDataParallel(model, gradient_as_bucket_view=True)",
+        "zero1": "DistributedDataParallel(model), ZeroRedundancyOptimizer(..., AdamW)",
+        "zero2": "fully_shard(layer, reshard_after_forward=False) for each layer and the model",
+        "fsdp": "fully_shard(layer) for each layer, then fully_shard(model)",
+    }[layout.kind]
+    if 1 < layout.shard < layout.data:
+        steps += f" on a mesh of {layout.data // layout.shard} × {layout.shard}"
+    if layout.tensor > 1:
+        steps = f"parallelize_module over {layout.tensor} ranks of a node, then {steps}"
+    if layout.pipeline > 1:
+        steps = f"{layout.pipeline} pipeline stages (1F1B); in each: {steps}"
+    practice = [("fsdp", layout.kind != "ddp"), ("tensor", layout.tensor > 1)]
+    practice = "+".join(name for name, used in practice if used) or "ddp"
+    practice = "pipeline" if layout.pipeline > 1 else practice
+    ranks = 4 if "+" in practice else 2
+    return [
+        f"{launcher} your_training.py   # on every node; micro-batch {run.batch} × {run.seq_len}, "
+        f"{run.accum} an update",
+        f"# in your_training.py: {steps}" + (", checkpoint each layer" * layout.checkpointing),
+        f"python -m torch.distributed.run --standalone --nproc_per_node={ranks} -m labs.strategies "
+        f"--strategy {practice}   # the same on a laptop",
+    ]
+
+
+def make_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is printed, as plain types."""
+    run = read_run(args)
+    best, seen = choose(run, args)
+    run, layout, machine, m = best.run, best.layout, best.run.machine, best.run.model
+    reasons, rejected = why(best, seen)
+    same = dict.fromkeys(
+        one.layout for one in seen if one.layout.checkpointing == layout.checkpointing
+    )
+    per_second = best.tokens_per_second
+    useful_flops = flops_per_token(run) * per_second / machine.gpus
+    plan: dict[str, Any] = {
+        "model": {**dataclasses.asdict(m), "parameters": m.parameters, "trained": run.trained},
+        "machine": {**dataclasses.asdict(machine), "gpus": machine.gpus},
+        "layout": {**dataclasses.asdict(layout), "name": layout.name},
+        "batch": {
+            "sequences": run.batch, "seq_len": run.seq_len, "accumulation": run.accum,
+            "update_sequences": run.batch * run.accum * layout.data,
+            "update_tokens": best.update_tokens, "largest": largest_batch(run, layout),
+        },
+        "memory": best.memory,
+        "memory_by_layout": {one.name: memory(run, one) for one in same},
+        "gradient_bytes": gradient_bytes(run.trained) if machine.gpus > 1 else 0,
+        "flops_per_token": flops_per_token(run),
+        "step": best.step,
+        "tokens_per_second": per_second,
+        "share_of_peak": useful_flops / machine.peak,  # of the whole step; recomputing not counted
+        "reasons": reasons, "rejected": rejected, "launch": launch_lines(best, args),
+    }  # fmt: skip
+    if args.tokens or args.data:
+        tokens = args.tokens or args.data / args.bytes_per_token
+        size, replicas = tokens * args.bytes_per_token, layout.data
+        readers = min(replicas, max(1, machine.gpus_per_node // layout.tensor))
+        seconds = tokens * args.epochs / per_second
+        hours = machine.gpus * seconds / 3600
+        rate = per_second * args.bytes_per_token / replicas
+        plan["data"] = {
+            "bytes": size, "tokens": tokens, "epochs": args.epochs, "replicas": replicas,
+            "bytes_per_token": args.bytes_per_token,
+            "gpu_bytes": size / replicas, "node_bytes": size / replicas * readers,
+            "gpu_bytes_per_second": rate, "node_bytes_per_second": rate * readers,
+            "tokens_per_parameter": tokens * args.epochs / m.parameters,
+        }  # fmt: skip
+        plan["time"] = {
+            "updates": math.ceil(tokens * args.epochs / best.update_tokens), "seconds": seconds,
+            "days": seconds / 86400, "gpu_hours": hours,
+            "cost": hours * args.price if args.price else None,
+        }  # fmt: skip
+    plan["checkpoints"] = checkpoints(run, layout, args)
+    if machine.name != "cpu":
+        plan["scaling"] = scaling(run, layout)
+        plan["faults"] = [faults(run, layout, gpus, args) for gpus in (1024, 4096, 16384)]
+    return plan
+
+
+def scaling(run: Run, layout: Layout) -> dict[str, Any]:
+    """Efficiency by number of GPUs, by network, and the link behind the seeds' two figures."""
+    ddp = Layout("ddp", run.machine.gpus)
+    whole = dataclasses.replace(run, batch=run.batch * run.accum, accum=1)  # one exchange an update
+    smallest = layout.tensor * layout.pipeline
+    sizes = sorted({1, 8, 16, 32, 128, 1024, 4096, layout.gpus})
+    networks = {}
+    for name in NETWORKS:
+        there = dataclasses.replace(whole, machine=on_network(run.machine, name))
+        networks[name] = [efficiency(there, ddp, n) for n in (16, 128)]
+    return {
+        "gpus": [
+            {"gpus": n, "weak": efficiency(run, layout, n),
+             "strong": efficiency(run, layout, n, strong=True)}
+            for n in sizes if n >= smallest
+        ],
+        "ddp_by_network": networks,
+        "fit_90_at_16_75_at_128": fit_link(whole, ddp, (16, 0.90), (128, 0.75)),
+    }  # fmt: skip
+
+
+def faults(run: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> dict[str, float]:
+    """Stragglers and failures of ten days of this run on so many GPUs, simulated."""
+    between, work = args.mtbf * 3600 / gpus, 10 * 86400.0
+    blocking = 12 * run.trained / resized(layout, gpus).gpus / args.snapshot
+    interval = max(daly(blocking, between), 12 * run.trained / args.storage)
+    seen = simulate_failures(work, between, interval, blocking, args.restart)
+    slowdown = simulate_stragglers(gpus, args.jitter, args.slow_share, args.slow_by)
+    return {
+        "gpus": gpus, "slowdown": slowdown, "failures_per_day": 86400 / between,
+        "interval_seconds": interval, "useful_share": seen["useful"],
+        "useful_share_formula": useful_share(interval, blocking, between, args.restart),
+        "lost_hours": seen["lost"] / 3600,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------
+# Report and picture
+# ------------------------------------------------------------------------------------------
+
+
+def gb(size: float) -> str:
+    """Bytes in decimal units."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size / 1e3:,.1f} KB"
+
+
+def span(seconds: float) -> str:
+    """Seconds in the largest unit that leaves a figure above 1."""
+    for unit, scale in (("days", 86400), ("hours", 3600), ("min", 60), ("s", 1)):
+        if seconds >= scale:
+            return f"{seconds / scale:,.1f} {unit}"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def report(plan: dict[str, Any]) -> str:
+    """The plan as text: tables first, the recommendation last."""
+    sections = [head_section(plan), memory_section(plan), step_section(plan)]
+    if "scaling" in plan:
+        sections += [scaling_section(plan), faults_section(plan)]
+    sections += [checkpoint_section(plan), recommendation_section(plan)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def head_section(plan: dict[str, Any]) -> list[str]:
+    m, machine, batch = plan["model"], plan["machine"], plan["batch"]
+    trained = "all trained" if m["trained"] == m["parameters"] else f"{m['trained']:,} trained"
+    lines = [
+        f"model      {m['name']}: {m['parameters']:,} parameters, {trained}; {m['layers']} layers, "
+        f"{m['width']} wide, {m['heads']} heads, vocabulary {m['vocab']:,}",
+        f"machine    {machine['nodes']} × {machine['gpus_per_node']} {machine['name']} = "
+        f"{machine['gpus']}, {machine['network']} between nodes",
+        f"layout     {plan['layout']['name']}",
+        f"batch      per rank {batch['sequences']} × accumulation {batch['accumulation']} × ranks "
+        f"{plan['layout']['data']} = {batch['update_sequences']} sequences = "
+        f"{batch['update_tokens']:,} tokens an update",
+    ]
+    if "data" in plan:
+        d = plan["data"]
+        lines += [
+            f"data       {gb(d['bytes'])} / {d['bytes_per_token']:g} bytes a token = "
+            f"{d['tokens'] / 1e9:.4g} billion tokens, {d['epochs']:g} epoch(s)",
+            f"           an epoch: {gb(d['node_bytes'])} a node, {gb(d['gpu_bytes'])} a "
+            f"data-parallel rank; {gb(d['gpu_bytes_per_second'])}/s a rank",
+        ]
+    return lines
+
+
+def memory_section(plan: dict[str, Any]) -> list[str]:
+    parts = [name for name in plan["memory"] if name != "total"]
+    used = [n for n in parts if any(one[n] for one in plan["memory_by_layout"].values())]
+    batch, has = plan["batch"], plan["machine"]["memory"]
+    lines = [
+        f"memory a GPU, in GB, at {batch['sequences']} × {batch['seq_len']} tokens"
+        + ("" if math.isinf(has) else f"; a GPU has {has / 1e9:.0f}"),
+        f"{'':34}" + "".join(f"{name:>12}" for name in [*used, "total"]),
+    ]
+    for name, one in plan["memory_by_layout"].items():
+        row = "".join(f"{one[part] / 1e9:12.3f}" for part in [*used, "total"])
+        fits = "" if one["total"] <= has else "  too much"
+        lines.append(f"{name:34}{row}{fits}")
+    lines.append(
+        f"chosen: {plan['memory']['total'] / 1e9:.3f} GB ({plan['memory']['total']:,} bytes)"
+        + ("" if math.isinf(has) else f"; at most {batch['largest']} sequences would fit")
+    )
+    return lines
+
+
+def step_section(plan: dict[str, Any]) -> list[str]:
+    step, machine = plan["step"], plan["machine"]
+    lines = [
+        f"time of an update: {span(step['total'])}, {plan['tokens_per_second']:,.0f} tokens/s, "
+        f"{plan['share_of_peak']:.1%} of the peak "
+        f"(kernels: {machine['share']:.0%}, --share)",
+    ]
+    lines += [
+        f"  {name:30}{span(value):>12}{value / step['total']:>9.1%}"
+        for name, value in step.items() if name not in ("total", "communication") and value
+    ]  # fmt: skip
+    if plan["gradient_bytes"]:
+        lines.append(
+            f"  DDP would all-reduce {plan['gradient_bytes']:,} bytes of gradients an update"
+        )
+    if "time" in plan:
+        t = plan["time"]
+        cost = f", cost {t['cost']:,.0f}" if t["cost"] else ""
+        lines.append(
+            f"all of it: {t['updates']:,} updates, {t['days']:.2f} days, "
+            f"{t['gpu_hours']:,.0f} GPU-hours{cost}"
+        )
+    return lines
+
+
+def scaling_section(plan: dict[str, Any]) -> list[str]:
+    s = plan["scaling"]
+    lines = ["efficiency of this layout     GPUs" + "".join(f"{r['gpus']:>8}" for r in s["gpus"])]
+    for kind, what in (("weak", "same batch a GPU"), ("strong", "same global batch")):
+        row = "".join(f"{one[kind]:>8.1%}" if one[kind] else f"{'–':>8}" for one in s["gpus"])
+        lines.append(f"  {kind + ' scaling, ' + what:32}{row}")
+    lines.append("this model under plain DDP (if it fitted) at 16 and 128 GPUs, by network:")
+    for name, (at_16, at_128) in s["ddp_by_network"].items():
+        lines.append(f"  {name:32}{at_16:>8.1%}{at_128:>8.1%}")
+    fit = s["fit_90_at_16_75_at_128"]
+    lines.append(
+        f"  90 % at 16 and 75 % at 128 need {gb(fit['node_rate'])}/s a node with "
+        f"{fit['overlap']:.0%} of the overlap: {fit['first']:.1%} and {fit['second']:.1%}"
+    )
+    return lines
+
+
+def faults_section(plan: dict[str, Any]) -> list[str]:
+    lines = [
+        "stragglers and failures, simulated:",
+        f"  {'GPUs':>6}{'slowest rank':>14}{'failures/day':>14}{'checkpoint every':>18}"
+        f"{'useful time':>13}{'(formula)':>11}",
+    ]
+    for one in plan["faults"]:
+        lines.append(
+            f"  {one['gpus']:>6}{one['slowdown'] - 1:>14.1%}{one['failures_per_day']:>14.2f}"
+            f"{span(one['interval_seconds']):>18}{one['useful_share']:>13.1%}"
+            f"{one['useful_share_formula']:>11.1%}"
+        )
+    return lines
+
+
+def checkpoint_section(plan: dict[str, Any]) -> list[str]:
+    c = plan["checkpoints"]
+    lines = ["checkpoints: " + "; ".join(f"{k} {gb(v)}" for k, v in c["sizes"].items())]
+    lines.append(
+        f"  {c['kept']} kept and the best: {gb(c['stored_bytes'])}; a failure every "
+        f"{span(c['between_failures_seconds'])}; a write takes {span(c['write_seconds'])}"
+    )
+    for name, way in c["ways"].items():
+        every = way["interval_seconds"] / plan["step"]["total"]
+        lines.append(
+            f"  {name:11} stops for {span(way['blocking_seconds'])}, every "
+            f"{span(way['interval_seconds'])} (Young {span(way['young_seconds'])}, Daly "
+            f"{span(way['daly_seconds'])}) = {max(1, round(every)):,} updates; a failure costs "
+            f"{span(way['loss_per_failure_seconds'])}; useful {way['useful_share']:.2%}"
+        )
+    return lines
+
+
+def recommendation_section(plan: dict[str, Any]) -> list[str]:
+    lines = [f"recommended: {plan['layout']['name']}"]
+    lines += [f"  {reason}" for reason in plan["reasons"]]
+    if "data" in plan and plan["model"]["trained"] == plan["model"]["parameters"]:
+        per = plan["data"]["tokens_per_parameter"]
+        verdict = "fewer than" if per < 18 else "about" if per < 25 else "more than"
+        lines.append(
+            f"  {per:.1f} tokens a parameter are {verdict} the 20 at which size and data are "
+            "balanced for a given compute (Hoffmann et al. 2022)."
+        )
+    way = plan["checkpoints"]["ways"]["background"]
+    every = max(1, round(way["interval_seconds"] / plan["step"]["total"]))
+    lines.append(
+        f"  Save in the background every {every:,} updates ({span(way['interval_seconds'])}), "
+        f"besides the best by validation; keep {plan['checkpoints']['kept']}."
+    )
+    if plan["rejected"]:
+        lines += ["not taken:", *(f"  {line}" for line in plan["rejected"])]
+    return [*lines, "launch:", *(f"  {line}" for line in plan["launch"])]
+
+
+def draw_memory(plan: dict[str, Any], path: Path) -> None:
+    """Stacked bars of memory per layout, with the limit of the GPU; PNG, SVG or PDF by suffix."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise PlanError("--picture needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    has, rows = plan["machine"]["memory"], list(plan["memory_by_layout"].items())
+    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+    left = [0.0] * len(rows)
+    for part in rows[0][1]:
+        values = [one[part] / 1e9 for _, one in rows]
+        if part not in ("total", "reused") and any(values):
+            axes.barh([name for name, _ in rows], values, left=left, label=part)
+            left = [a + b for a, b in zip(left, values)]
+    if not math.isinf(has):
+        axes.axvline(has / 1e9, color="black", linestyle="--", label=f"{has / 1e9:.0f} GB")
+    batch = plan["batch"]
+    axes.set_title(
+        f"{plan['model']['name']} on {plan['machine']['gpus']} × {plan['machine']['name']}, "
+        f"{batch['sequences']} × {batch['seq_len']} tokens a micro-batch"
+    )
+    axes.set_xlabel("GB on the fullest GPU")
+    axes.invert_yaxis()
+    axes.legend(loc="lower right")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--picture {path}: {error}") from None
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------
+
+# The reference's flags that change neither memory nor time here: a command line can be pasted.
+WITHOUT_EFFECT = (
+    "--device --seed --threads --output-dir --resume --generate --corpus-file --builtin "
+    "--corpus-format --val-fraction --overlong --num-workers --base-model --lora-alpha "
+    "--lora-dropout --max-steps --lr --weight-decay --schedule --warmup-steps --clip "
+    "--mirror --log-every --eval-every --sample-every"
+).split()
+SWITCHES_WITHOUT_EFFECT = (
+    "--cpu --overwrite --dry-run --pack --merge --compile --tensorboard".split()
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage block: a wrong flag is one line."""
+
+    def error(self, message: str) -> None:
+        raise PlanError(f"{message} (see --help)")
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """A converter for a finite number in [low, high], with a suffix: 13B, 200GB, 4M."""
+    scales = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+    def convert(text: str) -> Any:
+        digits = text.upper().removesuffix("B") if text.upper()[-2:-1] in scales else text.upper()
+        scale = scales.get(digits[-1:], 1.0)
+        try:
+            value = float(digits[:-1] if digits[-1:] in scales else digits) * scale
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value) or (kind is int and value % 1):
+            what = "a whole number" if kind is int else "a number"
+            limit = "" if math.isinf(high) else f" and at most {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} of at least {low:g}{limit}")
+        return kind(value)
+
+    return convert
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m labs.planner", allow_abbrev=False,
+        description="Memory, time, scaling and checkpoints of a run, before it is paid for.",
+    )  # fmt: skip
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--model", choices=("tiny", "qwen", *MODELS),
+        help="tiny and qwen: the reference's own runs, with its flags (default: tiny)")
+    add("--params", type=number(float, 1e5, 1e14), help="parameters of a Llama-like model: 13e9, 7B")
+    for flag, what in (("--d-model", "width"), ("--layers", "layers"), ("--heads", "heads"),
+                       ("--kv-heads", "key-value heads"), ("--ffn", "feed-forward width"),
+                       ("--vocab", "vocabulary")):
+        add(flag, type=number(int, 1), help=f"{what}, instead of the model's own")
+    add("--seq-len", type=number(int, 2), help="tokens a sequence (default: 64 tiny, 256 qwen, 4096)")
+    add("--lora-r", type=number(int, 1), help="LoRA of this rank instead of all weights (qwen: 8)")
+    add("--lora-targets", default="q_proj,v_proj", help="layers with adapters (default: %(default)s)")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--gpu", choices=tuple(GPUS), help="default: cpu for tiny and qwen, else a100-80gb")
+    add("--nodes", type=number(int, 1, 1e6), default=1, help="default: 1")
+    add("--gpus-per-node", type=number(int, 1, 1e4), help="or ranks (default: 1 tiny and qwen, else 8)")
+    add("--network", choices=tuple(NETWORKS), help="between nodes (default: what suits the GPU)")
+    add("--gpu-memory", type=number(float, 1e6), help="16GB, instead of the GPU's own")
+    add("--peak", type=number(float, 1e6), help="FLOP/s of a GPU, instead of the data sheet's")
+    add("--share", type=number(float, 0.001, 1), help="of the peak that kernels reach (default: 0.45)")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--data", type=number(float, 1), help="training text in bytes: 200GB")
+    add("--tokens", type=number(float, 1), help="training tokens, instead of --data")
+    add("--bytes-per-token", type=number(float, 0.1, 100), help="default: 4 (English); tiny: 1")
+    add("--epochs", type=number(float, 0.001), default=1, help="passes over the data (default: 1)")
+    add("--batch-size", type=number(int, 1), help="sequences a rank and micro-batch (default: what fits)")
+    add("--grad-accum", type=number(int, 1), help="micro-batches an update (default: by --global-batch)")
+    add("--global-batch", type=number(float, 1), default=4e6,
+        help="tokens an update (default: 4e6, as Llama 2)")
+    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
+        help="of the matrix products (default: fp32 on the cpu, else 16 bits)")
+    add("--strategy", choices=("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"),
+        help="zero1: optimizer divided; zero2: and gradients; fsdp: and weights; hsdp: fsdp in a "
+        "node, replicas across (default: the fastest that fits; ddp for tiny and qwen)")
+    add("--tensor", type=number(int, 1, 64), help="ranks that share every layer, inside a node")
+    add("--pipeline", type=number(int, 1, 1024), help="stages of layers")
+    add("--dropout", type=number(float, 0, 0.99), default=0, help="its masks take memory (default: 0)")
+    add("--save-every", type=number(int, 0), default=0, help="on the cpu, a copy takes memory too")
+    add("--gradient-checkpointing", action="store_true", help="only layouts that use it")
+
+    add = parser.add_argument_group("assumptions").add_argument
+    add("--price", type=number(float, 0), help="of a GPU-hour, in your currency")
+    add("--overlap", type=number(float, 0, 1), default=0.8,
+        help="share of the possible overlap of communication that is reached (default: 0.8)")
+    add("--jitter", type=number(float, 0, 1), default=0.02,
+        help="standard deviation of a GPU's step time, relative (default: 0.02)")
+    add("--slow-share", type=number(float, 0, 1), default=0.0002,
+        help="GPUs that are slow at a time, in the simulation (default: 0.0002)")
+    add("--slow-by", type=number(float, 0, 100), default=0.1, help="by so much (default: 0.1)")
+    add("--mtbf", type=number(float, 1), default=50_000,
+        help="hours between failures of one GPU (default: 50,000: Llama 3's 419 in 54 days on 16,384)")
+    add("--restart", type=number(float, 0), default=600, help="seconds to be back (default: 600)")
+    add("--storage", type=number(float, 1e3), default=2e9, help="bytes/s to checkpoints (default: 2GB)")
+    add("--snapshot", type=number(float, 1e3), default=5e9,
+        help="bytes/s a rank copies to host memory (default: 5GB)")
+    add("--keep", type=number(int, 1), default=3, help="checkpoints kept (default: 3)")
+    add("--read-rate", type=number(float, 1), default=1e9, help="bytes/s of data a node (default: 1GB)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="the plan for programs")
+    add("--picture", type=Path, help="also draw memory by layout: memory.png (needs matplotlib)")
+    # fmt: on
+    for flag in WITHOUT_EFFECT:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+    for flag in SWITCHES_WITHOUT_EFFECT:
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def on_network(machine: Machine, name: str) -> Machine:
+    """The machine with another network between its nodes."""
+    network = NETWORKS[name]
+    cards = machine.gpus_per_node if network.cards_by_gpu else 1
+    rate = REACHED * network.card * cards
+    return dataclasses.replace(machine, network=name, node_rate=rate, latency=network.latency)
+
+
+def read_model(args: argparse.Namespace, own: bool) -> Model:
+    """The model that the flags describe. Raises `PlanError` where they contradict each other."""
+    if args.params and args.model:
+        raise PlanError("--params contradicts --model; give one of them")
+    if args.model == "tiny":
+        model = tiny_model(args.d_model or 64, args.layers or 1, args.heads or 4, args.seq_len)
+    elif args.params:
+        model = model_of_size(args.params, args.vocab or 32000)
+    else:
+        model = MODELS["qwen2.5-0.5b" if own else args.model]
+    given = {
+        "width": args.d_model, "layers": args.layers, "heads": args.heads, "ffn": args.ffn,
+        "vocab": args.vocab, "kv_heads": args.kv_heads,
+    }  # fmt: skip
+    if args.heads and model.kv_heads == model.heads:
+        given["kv_heads"] = args.kv_heads or args.heads
+    model = dataclasses.replace(model, **{k: v for k, v in given.items() if v})
+    if args.tensor:
+        require_divisible(model, args.tensor)
+    for what, number, divisor in (
+        ("--d-model", model.width, model.heads), ("--heads", model.heads, model.kv_heads),
+    ):  # fmt: skip
+        if number % divisor:
+            part = "heads" if what == "--d-model" else "key-value heads"
+            raise PlanError(f"{divisor} {part} do not divide {what} {number}")
+    return model
+
+
+def read_run(args: argparse.Namespace) -> Run:
+    """The run that the flags describe, with a micro-batch of 1; fills in the defaults in `args`."""
+    if not args.model and not args.params:
+        args.model = "tiny"
+    if args.data and args.tokens:
+        raise PlanError("--data contradicts --tokens; give one of them")
+    own = args.model in ("tiny", "qwen")  # the reference's own run, as it is and not as it could be
+    args.seq_len = args.seq_len or {"tiny": 64, "qwen": 256}.get(args.model, 4096)
+    args.bytes_per_token = args.bytes_per_token or (1.0 if args.model == "tiny" else 4.0)
+    args.exact = own
+    if own:
+        args.strategy = args.strategy or "ddp"
+        args.batch_size, args.grad_accum = args.batch_size or 8, args.grad_accum or 1
+        args.tensor, args.pipeline = args.tensor or 1, args.pipeline or 1
+    args.strategy = args.strategy or "auto"
+    if args.model == "qwen":
+        args.lora_r = args.lora_r or 8
+    model = read_model(args, own)
+    if model.name == "tiny" and (args.lora_r or args.gradient_checkpointing):
+        raise PlanError("--lora-r and --gradient-checkpointing need another model than tiny")
+
+    name = args.gpu or ("cpu" if own else "a100-80gb")
+    gpu = GPUS[name]
+    machine = Machine(
+        name, args.gpu_memory or gpu.memory, args.peak or gpu.peak,
+        args.share or (1.0 if name == "cpu" else 0.45), args.nodes,
+        args.gpus_per_node or (1 if own else 8), REACHED * gpu.link, "", 0.0, 0.0,
+    )  # fmt: skip
+    mixed = args.precision in ("bf16", "fp16") or (args.precision == "auto" and name != "cpu")
+    mixed = mixed and args.model != "tiny"  # whose activations the reference counts in fp32
+    targets = tuple(part.strip() for part in args.lora_targets.split(",") if part.strip())
+    run = Run(
+        model, on_network(machine, args.network or gpu.network), args.seq_len, batch=1, mixed=mixed,
+        lora_r=args.lora_r or 0, lora_targets=targets, jitter=args.jitter, overlap=args.overlap,
+        read_rate=args.read_rate, dropout=args.dropout > 0, saving=args.save_every > 0,
+    )  # fmt: skip
+    run.trained  # noqa: B018 - names wrong --lora-targets before any work
+    return run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; returns the exit status, 2 for a question that makes no sense."""
+    try:
+        args = flag_parser().parse_args(argv)
+        plan = make_plan(args)
+        if args.picture:
+            draw_memory(plan, args.picture)
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        plan["machine"]["memory"] = min(plan["machine"]["memory"], sys.float_info.max)
+        print(json.dumps(plan, indent=2))
+    else:
+        print(report(plan))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
