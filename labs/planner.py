@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -71,7 +72,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A card between nodes: nominal bytes/s each direction, and seconds a message takes at least."""
+    """Cards between nodes: nominal bytes/s each direction, and seconds that a message takes."""
 
     card: float
     latency: float
@@ -492,7 +493,8 @@ def data_parallel_seconds(run: Run, layout: Layout, compute: float) -> tuple[flo
     `compute` is that of one micro-batch. DDP all-reduces gradients during the backward pass, two
     thirds of it, of the last micro-batch. ZeRO-1 sends the updated weights as well. FSDP gathers
     weights for forward and backward (zero2: once for both) and scatters gradients in every
-    micro-batch; in a hybrid the replicas then all-reduce their shards. At least one piece (bucket or layer) stays exposed.
+    micro-batch; in a hybrid the replicas then all-reduce their shards. At least one piece, a bucket
+    or a layer, stays exposed.
     """
     m, machine, stride = run.model, run.machine, layout.tensor
     own = m.part(layout.tensor, layout.pipeline)
@@ -652,17 +654,17 @@ def simulate_failures(
     chance = random.Random(seed)
     wall = failures = lost = 0.0
     for _ in range(repeats):
-        done = clock = 0.0
-        fails = chance.expovariate(1 / between)
-        while done < work:
-            portion = min(interval, work - done)
-            if clock + portion + blocking <= fails:
-                clock, done = clock + portion + blocking, done + portion
-            else:
-                failures, lost = failures + 1, lost + fails - clock
-                clock = fails + restart
-                fails = clock + chance.expovariate(1 / between)
-        wall += clock
+        left = work
+        while True:
+            until_failure = chance.expovariate(1 / between)
+            to_the_end = left + blocking * (left // interval)
+            if to_the_end <= until_failure:
+                wall += to_the_end
+                break
+            saved = until_failure // (interval + blocking)
+            left -= saved * interval
+            failures, lost = failures + 1, lost + until_failure - saved * (interval + blocking)
+            wall += until_failure + restart
     wall, failures, lost = wall / repeats, failures / repeats, lost / repeats
     return {"wall": wall, "failures": failures, "lost": lost, "useful": work / wall}
 
@@ -692,8 +694,11 @@ def useful_share(interval: float, blocking: float, between: float, restart: floa
     return interval / (between * math.exp(restart / between) * growth)
 
 
-def checkpoints(run: Run, layout: Layout, args: argparse.Namespace) -> dict[str, Any]:
-    """Sizes by kind in bytes, seconds to write, intervals and losses."""
+def checkpoints(run: Run, layout: Layout, step: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes by kind in bytes, seconds to write, intervals and losses; `step` is an update's time.
+
+    Blocking, the ranks wait for the write; in the background, for a copy to their hosts' memory.
+    """
     machine, trained = run.machine, run.trained
     sizes = {
         "weights, 16 bit": 2 * run.model.parameters,
@@ -714,6 +719,7 @@ def checkpoints(run: Run, layout: Layout, args: argparse.Namespace) -> dict[str,
             "young_seconds": young(blocking, between),
             "daly_seconds": daly(blocking, between),
             "interval_seconds": interval,  # never shorter than the write it must wait for
+            "interval_updates": max(1, round(interval / step)),
             "loss_per_failure_seconds": interval / 2 + args.restart,
             "useful_share": useful_share(interval, blocking, between, args.restart),
         }
@@ -750,16 +756,6 @@ class Candidate:
         return self.update_tokens / self.step["total"]
 
 
-def require_divisible(model: Model, tensor: int) -> None:
-    """Raises `PlanError` where tensor ranks cannot share a model's heads or feed-forward."""
-    for what, count in (("heads", model.heads), ("key-value heads", model.kv_heads)):
-        if count % tensor:
-            raise PlanError(
-                f"--tensor {tensor} does not divide the {count} {what} of the model; possible: "
-                + ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
-            )
-
-
 def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
     """The sensible ways, simplest first; or those that the flags leave.
 
@@ -771,28 +767,20 @@ def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
     deepest = max(p for p in (1, 2, 4, 8, 16) if not run.machine.nodes % p and p <= m.layers)
     tensors = [args.tensor] if args.tensor else [1] if run.lora_r else sorted({1, widest})
     pipelines = [args.pipeline] if args.pipeline else [1] if run.lora_r else sorted({1, deepest})
+    recompute = [True] if args.gradient_checkpointing else [False] if args.exact else [False, True]
     found = []
-    for pipeline in pipelines:
-        for tensor in tensors:
-            if in_node % tensor or gpus % (tensor * pipeline) or pipeline > m.layers:
-                continue
-            data = gpus // (tensor * pipeline)
-            kinds = ["ddp"] if data == 1 else ["ddp", "fsdp"]
-            if data == gpus > 1 and not run.lora_r:
-                kinds = ["ddp", "zero1", "fsdp", "zero2", "hsdp"]
-            for kind in kinds:
-                hybrid = kind == "hsdp"
-                if (args.strategy not in ("auto", kind) and data > 1) or (
-                    hybrid and gpus == in_node
-                ):
-                    continue
-                shard = 1 if kind == "ddp" else in_node if hybrid else data
-                found += [
-                    Layout("fsdp" if hybrid else kind, data, shard, tensor, pipeline, recompute)
-                    for recompute in (False, True)
-                    if recompute or not args.gradient_checkpointing
-                    if not recompute or args.gradient_checkpointing or not args.exact
-                ]
+    for p, t in itertools.product(pipelines, tensors):
+        if in_node % t or gpus % (t * p) or p > m.layers:
+            continue
+        data = gpus // (t * p)
+        kinds = {"ddp": 1, "zero1": data, "fsdp": data, "zero2": data, "hsdp": in_node}
+        if data < gpus or run.lora_r:
+            kinds = {"ddp": 1, "fsdp": data}
+        for kind, shard in kinds.items():
+            wanted = args.strategy in ("auto", kind) if data > 1 else kind == "ddp"
+            if wanted and (kind != "hsdp" or in_node < gpus):
+                kind = "fsdp" if kind == "hsdp" else kind
+                found += [Layout(kind, data, shard, t, p, again) for again in recompute]
     if not found:
         raise PlanError(
             f"no way to divide {gpus} GPUs ({run.machine.nodes} × {in_node}) for --strategy "
@@ -804,13 +792,13 @@ def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
 
 def assess(run: Run, layout: Layout, args: argparse.Namespace) -> Candidate:
     """The layout with its largest micro-batch, and as many of them as the global batch asks for."""
-    sequences = args.global_batch / run.seq_len / layout.data  # a rank and update
+    update = min(args.global_batch, args.tokens or math.inf)
+    sequences = update / run.seq_len / layout.data  # of a rank
     batch = args.batch_size
-    if not batch:
-        # Each of p stages idles (p − 1) / m of the time: four times as many micro-batches as stages
+    if not batch:  # a pipeline of p stages wants 4 · p micro-batches, or it idles too long
         limit = max(1, int(sequences / (4 * layout.pipeline if layout.pipeline > 1 else 1)))
-        counted = dataclasses.replace(run, accum=4 * layout.pipeline)
-        batch = 1 << max(0, largest_batch(counted, layout, limit).bit_length() - 1)
+        several = dataclasses.replace(run, accum=4 * layout.pipeline)
+        batch = 1 << max(0, largest_batch(several, layout, limit).bit_length() - 1)
     accum = args.grad_accum or max(1, round(sequences / batch))
     run = dataclasses.replace(run, batch=batch, accum=accum)
     return Candidate(layout, run, memory(run, layout), step_seconds(run, layout))
@@ -827,23 +815,22 @@ def choose(run: Run, args: argparse.Namespace) -> tuple[Candidate, list[Candidat
         leanest = min(seen, key=lambda one: one.memory["total"])
         raise PlanError(
             f"nothing fits: the leanest, {leanest.layout.name}, needs "
-            f"{leanest.memory['total'] / 1e9:.1f} GB a GPU at {leanest.run.batch} × {run.seq_len} "
-            f"tokens, and {run.machine.name} has {run.machine.memory / 1e9:.0f} GB; add --nodes, "
-            "take a larger --gpu, or lower --seq-len or --batch-size"
+            f"{gb(leanest.memory['total'])} a GPU at {leanest.run.batch} × {run.seq_len} tokens, "
+            f"and {run.machine.name} has {gb(run.machine.memory)}; add --nodes, take a larger "
+            "--gpu, or lower --seq-len or --batch-size"
         )
     return best, seen
 
 
-def why(best: Candidate, seen: Sequence[Candidate]) -> tuple[list[str], list[str]]:
-    """(reasons for the chosen one, alternatives and why not), in plain sentences."""
+def reasons_for(best: Candidate) -> list[str]:
+    """Why this one, in plain sentences."""
     run, layout, parts = best.run, best.layout, best.memory
-    m, has = run.model, run.machine.memory
     states = parts["weights"] + parts["gradients"] + parts["optimizer"]
     reasons = []
     if run.lora_r:
         reasons.append(
-            f"LoRA trains {run.trained:,} of {m.parameters + run.trained:,} parameters: the frozen "
-            f"ones need {run.width} bytes each, no gradient and no optimizer state."
+            f"LoRA trains {run.trained:,} parameters beside {run.model.parameters:,} frozen ones, "
+            f"which need {run.width} bytes each, no gradient and no optimizer state."
         )
     if layout.kind == "ddp" and layout.tensor * layout.pipeline == 1:
         reasons.append(
@@ -851,110 +838,99 @@ def why(best: Candidate, seen: Sequence[Candidate]) -> tuple[list[str], list[str
             "nothing has to be divided but the data."
         )
     else:
-        whole = 16 * run.trained
         reasons.append(
-            f"A replica's states alone are {gb(whole)} (16 bytes a parameter), a GPU has {gb(has)}; "
-            f"{layout.name} leaves {gb(states)} of them on each."
+            f"A replica's states alone are {gb(16 * run.trained)} (16 bytes a parameter), a GPU "
+            f"has {gb(run.machine.memory)}; {layout.name} leaves {gb(states)} of them on each."
         )
     if layout.checkpointing:
         reasons.append(
             "Checkpointing computes the forward pass twice, a third more work, and leaves room for "
             f"micro-batches of {run.batch} × {run.seq_len} tokens."
         )
-    exposed = best.step["data-parallel communication"] / best.step["total"]
     if layout.data > 1:
+        exposed = best.step["data-parallel communication"] / best.step["total"]
         reasons.append(
-            f"Ranks exchange {best.step['communication']:.3g} s an update, {exposed:.1%} of the step "
-            "is not hidden behind computing."
+            f"Ranks exchange for {span(best.step['communication'])} an update, and {exposed:.1%} "
+            "of the step is not hidden behind computing."
         )
-    rejected = []
-    for name in dict.fromkeys(one.layout.name.removesuffix(" + checkpointing") for one in seen):
-        same = [one for one in seen if one.layout.name.removesuffix(" + checkpointing") == name]
+    return reasons
+
+
+def rejected(best: Candidate, seen: Sequence[Candidate]) -> list[str]:
+    """The alternatives and why not, with and without checkpointing as one."""
+    ways: dict[Layout, list[Candidate]] = {}
+    for one in seen:
+        ways.setdefault(dataclasses.replace(one.layout, checkpointing=False), []).append(one)
+    lines = []
+    for layout, same in ways.items():
+        fitting = [one for one in same if one.fits]
         if best in same:
             continue
-        fitting = [one for one in same if one.fits]
         if not fitting:
-            least = min(one.memory["total"] for one in same)
-            rejected.append(
-                f"{name}: needs {gb(least)} a GPU at its smallest, which has {gb(has)}."
-            )
+            least = gb(min(one.memory["total"] for one in same))
+            lines.append(f"{layout.name}: needs {least} a GPU at its smallest.")
             continue
         one = max(fitting, key=lambda one: one.tokens_per_second)
-        extra = {
-            k: v for k, v in one.step.items() if k not in ("compute", "total", "communication")
-        }
-        cause = max(extra, key=extra.__getitem__)
+        work = ("compute", "total", "communication")
+        cause = max((name for name in one.step if name not in work), key=one.step.__getitem__)
         slower = 1 - one.tokens_per_second / best.tokens_per_second
-        speed = f"{slower:.0%} slower" if slower > 0.005 else "no faster, and more to set up"
-        rejected.append(
-            f"{one.layout.name}: {speed}; {cause} takes {extra[cause] / one.step['total']:.0%} of "
-            "its step."
+        lines.append(
+            f"{one.layout.name}: "
+            + (f"{slower:.0%} slower" if slower > 0.005 else "no faster, and more to set up")
+            + f"; {cause} takes {one.step[cause] / one.step['total']:.0%} of its step."
         )
-    return reasons, rejected
+    return lines
 
 
-def launch_lines(best: Candidate, args: argparse.Namespace) -> list[str]:
-    """Commands that start the run; the reference itself where it can be the program."""
-    run, layout, machine = best.run, best.layout, best.run.machine
-    launcher = f"python -m torch.distributed.run --nproc_per_node={machine.gpus_per_node}"
-    if machine.nodes > 1:
-        launcher += (
-            f" --nnodes={machine.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
-            "--rdzv-id=job1"
-        )
-    else:
-        launcher += " --standalone"
-    if machine.gpus == 1:
-        launcher = "python"
-    batch = f"--batch-size {run.batch} --grad-accum {run.accum} --seq-len {run.seq_len}"
-    m = run.model
-    if m.name == "tiny" and layout.kind == "ddp":
-        shape = f"--d-model {m.width} --layers {m.layers} --heads {m.heads}"
-        cpu = " --cpu" if machine.name == "cpu" else ""
-        return [f"{launcher} llm_ddp_parallel_training.py --model tiny{cpu} {shape} {batch}"]
-    if run.lora_r and layout.kind == "ddp":
-        base = "" if m.name == "qwen2.5-0.5b" else " --base-model FOLDER"
-        cpu = " --cpu" if machine.name == "cpu" else ""
-        saving = " --gradient-checkpointing" if layout.checkpointing else ""
-        lora = f"--lora-r {run.lora_r} --lora-targets {','.join(run.lora_targets)}"
-        program = f"llm_ddp_parallel_training.py --model qwen{base}{cpu}"
-        return [f"{launcher} {program} {lora} {batch}{saving}"]
+def launch_lines(best: Candidate) -> list[str]:
+    """Commands that start the run: the reference, where it is the program, else what to write."""
+    run, layout, machine, m = best.run, best.layout, best.run.machine, best.run.model
+    start = f"python -m torch.distributed.run --nproc_per_node={machine.gpus_per_node} "
+    start += "--standalone" if machine.nodes == 1 else (
+        f"--nnodes={machine.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=job1"
+    )  # fmt: skip
+    start = "python" if machine.gpus == 1 else start
+    if layout.kind == "ddp" and (run.lora_r or m.name == "tiny"):
+        flags = ["--model qwen" if run.lora_r else "--model tiny"]
+        flags += ["--cpu"] if machine.name == "cpu" else []
+        if run.lora_r:
+            flags += [] if m.name == "qwen2.5-0.5b" else ["--base-model FOLDER"]
+            flags += [f"--lora-r {run.lora_r} --lora-targets {','.join(run.lora_targets)}"]
+            flags += ["--gradient-checkpointing"] if layout.checkpointing else []
+        else:
+            flags += [f"--d-model {m.width} --layers {m.layers} --heads {m.heads}"]
+        flags += [f"--batch-size {run.batch} --grad-accum {run.accum} --seq-len {run.seq_len}"]
+        return [f"{start} llm_ddp_parallel_training.py {' '.join(flags)}"]
     steps = {
+        "alone": "the model as it is, one process",
         "ddp": "DistributedDataParallel(model, gradient_as_bucket_view=True)",
         "zero1": "DistributedDataParallel(model), ZeroRedundancyOptimizer(..., AdamW)",
         "zero2": "fully_shard(layer, reshard_after_forward=False) for each layer and the model",
         "fsdp": "fully_shard(layer) for each layer, then fully_shard(model)",
-    }[layout.kind]
+    }["alone" if machine.gpus == 1 else layout.kind]
     if 1 < layout.shard < layout.data:
         steps += f" on a mesh of {layout.data // layout.shard} × {layout.shard}"
-    if layout.tensor > 1:
-        steps = f"parallelize_module over {layout.tensor} ranks of a node, then {steps}"
+    steps = f"parallelize_module over {layout.tensor}, then {steps}" if layout.tensor > 1 else steps
     if layout.pipeline > 1:
-        steps = f"{layout.pipeline} pipeline stages (1F1B); in each: {steps}"
-    practice = [("fsdp", layout.kind != "ddp"), ("tensor", layout.tensor > 1)]
-    practice = "+".join(name for name, used in practice if used) or "ddp"
+        steps = f"{layout.pipeline} pipeline stages (1F1B), and in each {steps}"
+    practice = "fsdp" if layout.kind != "ddp" else "tensor" if layout.tensor > 1 else "ddp"
+    practice += "+tensor" if practice == "fsdp" and layout.tensor > 1 else ""
     practice = "pipeline" if layout.pipeline > 1 else practice
-    ranks = 4 if "+" in practice else 2
     return [
-        f"{launcher} your_training.py   # on every node; micro-batch {run.batch} × {run.seq_len}, "
-        f"{run.accum} an update",
-        f"# in your_training.py: {steps}" + (", checkpoint each layer" * layout.checkpointing),
-        f"python -m torch.distributed.run --standalone --nproc_per_node={ranks} -m labs.strategies "
-        f"--strategy {practice}   # the same on a laptop",
+        f"{start} your_training.py" + ("   # on every node" if machine.nodes > 1 else ""),
+        f"# in it, {run.accum} micro-batches of {run.batch} × {run.seq_len} an update; {steps}"
+        + ("; checkpoint each layer" if layout.checkpointing else ""),
+        f"python -m labs.strategies --strategy {practice} --ranks {4 if '+' in practice else 2} "
+        "--cpu   # the same on a laptop",
     ]
 
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that is printed, as plain types."""
-    run = read_run(args)
-    best, seen = choose(run, args)
+    best, seen = choose(read_run(args), args)
     run, layout, machine, m = best.run, best.layout, best.run.machine, best.run.model
-    reasons, rejected = why(best, seen)
-    same = dict.fromkeys(
-        one.layout for one in seen if one.layout.checkpointing == layout.checkpointing
-    )
-    per_second = best.tokens_per_second
-    useful_flops = flops_per_token(run) * per_second / machine.gpus
+    same = [one.layout for one in seen if one.layout.checkpointing == layout.checkpointing]
+    useful = flops_per_token(run) * best.tokens_per_second / machine.gpus
     plan: dict[str, Any] = {
         "model": {**dataclasses.asdict(m), "parameters": m.parameters, "trained": run.trained},
         "machine": {**dataclasses.asdict(machine), "gpus": machine.gpus},
@@ -969,69 +945,85 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "gradient_bytes": gradient_bytes(run.trained) if machine.gpus > 1 else 0,
         "flops_per_token": flops_per_token(run),
         "step": best.step,
-        "tokens_per_second": per_second,
-        "share_of_peak": useful_flops / machine.peak,  # of the whole step; recomputing not counted
-        "reasons": reasons, "rejected": rejected, "launch": launch_lines(best, args),
+        "tokens_per_second": best.tokens_per_second,
+        "share_of_peak": useful / machine.peak,  # of the whole step; recomputing does not count
+        "checkpoints": checkpoints(run, layout, best.step["total"], args),
+        "reasons": reasons_for(best), "rejected": rejected(best, seen),
+        "launch": launch_lines(best),
     }  # fmt: skip
     if args.tokens or args.data:
-        tokens = args.tokens or args.data / args.bytes_per_token
-        size, replicas = tokens * args.bytes_per_token, layout.data
-        readers = min(replicas, max(1, machine.gpus_per_node // layout.tensor))
-        seconds = tokens * args.epochs / per_second
-        hours = machine.gpus * seconds / 3600
-        rate = per_second * args.bytes_per_token / replicas
-        plan["data"] = {
-            "bytes": size, "tokens": tokens, "epochs": args.epochs, "replicas": replicas,
-            "bytes_per_token": args.bytes_per_token,
-            "gpu_bytes": size / replicas, "node_bytes": size / replicas * readers,
-            "gpu_bytes_per_second": rate, "node_bytes_per_second": rate * readers,
-            "tokens_per_parameter": tokens * args.epochs / m.parameters,
-        }  # fmt: skip
-        plan["time"] = {
-            "updates": math.ceil(tokens * args.epochs / best.update_tokens), "seconds": seconds,
-            "days": seconds / 86400, "gpu_hours": hours,
-            "cost": hours * args.price if args.price else None,
-        }  # fmt: skip
-    plan["checkpoints"] = checkpoints(run, layout, args)
+        plan |= data_and_time(best, args)
     if machine.name != "cpu":
         plan["scaling"] = scaling(run, layout)
         plan["faults"] = [faults(run, layout, gpus, args) for gpus in (1024, 4096, 16384)]
     return plan
 
 
+def data_and_time(best: Candidate, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """How the data is divided, and how long all of it takes.
+
+    Tensor and pipeline ranks of a replica read the same; a node reads for the replicas on it.
+    """
+    tokens = args.tokens or args.data / args.bytes_per_token
+    gpus, replicas = best.run.machine.gpus, best.layout.data
+    readers = min(replicas, max(1, best.run.machine.gpus_per_node // best.layout.tensor))
+    rank_bytes = tokens * args.bytes_per_token / replicas
+    rate = best.tokens_per_second * args.bytes_per_token / replicas
+    seconds = tokens * args.epochs / best.tokens_per_second
+    hours = gpus * seconds / 3600
+    return {
+        "data": {
+            "bytes": tokens * args.bytes_per_token, "bytes_per_token": args.bytes_per_token,
+            "tokens": tokens, "epochs": args.epochs, "replicas": replicas,
+            "rank_bytes": rank_bytes, "node_bytes": rank_bytes * readers,
+            "rank_bytes_per_second": rate, "node_bytes_per_second": rate * readers,
+            "tokens_per_parameter": tokens * args.epochs / best.run.model.parameters,
+        },
+        "time": {
+            "updates": math.ceil(tokens * args.epochs / best.update_tokens), "seconds": seconds,
+            "days": seconds / 86400, "gpu_hours": hours,
+            "cost": hours * args.price if args.price else None,
+        },
+    }  # fmt: skip
+
+
 def scaling(run: Run, layout: Layout) -> dict[str, Any]:
-    """Efficiency by number of GPUs, by network, and the link behind the seeds' two figures."""
+    """Efficiency by number of GPUs, by network, and the link that makes 90 % at 16 and 75 % at 128.
+
+    The last two are for plain DDP that exchanges the gradients of an update at once.
+    """
     ddp = Layout("ddp", run.machine.gpus)
-    whole = dataclasses.replace(run, batch=run.batch * run.accum, accum=1)  # one exchange an update
-    smallest = layout.tensor * layout.pipeline
+    whole = dataclasses.replace(run, batch=run.batch * run.accum, accum=1)
     sizes = sorted({1, 8, 16, 32, 128, 1024, 4096, layout.gpus})
-    networks = {}
+    networks, rates = {}, {}
     for name in NETWORKS:
         there = dataclasses.replace(whole, machine=on_network(run.machine, name))
         networks[name] = [efficiency(there, ddp, n) for n in (16, 128)]
+        rates[name] = there.machine.node_rate
+    fit = fit_link(whole, ddp, (16, 0.90), (128, 0.75))
+    nearest = min(rates, key=lambda name: abs(math.log(rates[name] / fit["node_rate"])))
     return {
         "gpus": [
             {"gpus": n, "weak": efficiency(run, layout, n),
              "strong": efficiency(run, layout, n, strong=True)}
-            for n in sizes if n >= smallest
+            for n in sizes if n >= layout.tensor * layout.pipeline
         ],
         "ddp_by_network": networks,
-        "fit_90_at_16_75_at_128": fit_link(whole, ddp, (16, 0.90), (128, 0.75)),
+        "fit_90_at_16_75_at_128": {**fit, "nearest": nearest},
     }  # fmt: skip
 
 
 def faults(run: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> dict[str, float]:
-    """Stragglers and failures of ten days of this run on so many GPUs, simulated."""
-    between, work = args.mtbf * 3600 / gpus, 10 * 86400.0
-    blocking = 12 * run.trained / resized(layout, gpus).gpus / args.snapshot
-    interval = max(daly(blocking, between), 12 * run.trained / args.storage)
-    seen = simulate_failures(work, between, interval, blocking, args.restart)
-    slowdown = simulate_stragglers(gpus, args.jitter, args.slow_share, args.slow_by)
+    """Stragglers and failures in ten days of this run on so many GPUs, simulated."""
+    between, full = args.mtbf * 3600 / gpus, 12 * run.trained
+    blocking = full / resized(layout, gpus).gpus / args.snapshot
+    interval = max(daly(blocking, between), full / args.storage)
+    seen = simulate_failures(10 * 86400.0, between, interval, blocking, args.restart)
     return {
-        "gpus": gpus, "slowdown": slowdown, "failures_per_day": 86400 / between,
-        "interval_seconds": interval, "useful_share": seen["useful"],
+        "gpus": gpus, "failures_per_day": 86400 / between, "interval_seconds": interval,
+        "slowdown": simulate_stragglers(gpus, args.jitter, args.slow_share, args.slow_by),
+        "useful_share": seen["useful"], "lost_hours": seen["lost"] / 3600,
         "useful_share_formula": useful_share(interval, blocking, between, args.restart),
-        "lost_hours": seen["lost"] / 3600,
     }  # fmt: skip
 
 
@@ -1057,23 +1049,22 @@ def span(seconds: float) -> str:
 
 
 def report(plan: dict[str, Any]) -> str:
-    """The plan as text: tables first, the recommendation last."""
-    sections = [head_section(plan), memory_section(plan), step_section(plan)]
+    """The plan as text: what is asked, tables, and at the end what is recommended."""
+    sections = [describe_run(plan), describe_memory(plan), describe_time(plan)]
     if "scaling" in plan:
-        sections += [scaling_section(plan), faults_section(plan)]
-    sections += [checkpoint_section(plan), recommendation_section(plan)]
+        sections += [describe_scaling(plan["scaling"]), describe_faults(plan["faults"])]
+    sections += [describe_checkpoints(plan), recommend(plan)]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def head_section(plan: dict[str, Any]) -> list[str]:
+def describe_run(plan: dict[str, Any]) -> list[str]:
     m, machine, batch = plan["model"], plan["machine"], plan["batch"]
-    trained = "all trained" if m["trained"] == m["parameters"] else f"{m['trained']:,} trained"
+    lora = "" if m["trained"] == m["parameters"] else f" and {m['trained']:,} trained in adapters"
     lines = [
-        f"model      {m['name']}: {m['parameters']:,} parameters, {trained}; {m['layers']} layers, "
+        f"model      {m['name']}: {m['parameters']:,} parameters{lora}; {m['layers']} layers, "
         f"{m['width']} wide, {m['heads']} heads, vocabulary {m['vocab']:,}",
-        f"machine    {machine['nodes']} × {machine['gpus_per_node']} {machine['name']} = "
-        f"{machine['gpus']}, {machine['network']} between nodes",
-        f"layout     {plan['layout']['name']}",
+        f"machine    {machine['nodes']} × {machine['gpus_per_node']} {machine['name']}, "
+        f"{machine['network']} between nodes",
         f"batch      per rank {batch['sequences']} × accumulation {batch['accumulation']} × ranks "
         f"{plan['layout']['data']} = {batch['update_sequences']} sequences = "
         f"{batch['update_tokens']:,} tokens an update",
@@ -1081,124 +1072,110 @@ def head_section(plan: dict[str, Any]) -> list[str]:
     if "data" in plan:
         d = plan["data"]
         lines += [
-            f"data       {gb(d['bytes'])} / {d['bytes_per_token']:g} bytes a token = "
+            f"data       {gb(d['bytes'])} at {d['bytes_per_token']:g} bytes a token = "
             f"{d['tokens'] / 1e9:.4g} billion tokens, {d['epochs']:g} epoch(s)",
-            f"           an epoch: {gb(d['node_bytes'])} a node, {gb(d['gpu_bytes'])} a "
-            f"data-parallel rank; {gb(d['gpu_bytes_per_second'])}/s a rank",
+            f"           an epoch: {gb(d['node_bytes'])} a node, {gb(d['rank_bytes'])} a "
+            f"data-parallel rank, which reads {gb(d['rank_bytes_per_second'])}/s",
         ]
     return lines
 
 
-def memory_section(plan: dict[str, Any]) -> list[str]:
-    parts = [name for name in plan["memory"] if name != "total"]
-    used = [n for n in parts if any(one[n] for one in plan["memory_by_layout"].values())]
-    batch, has = plan["batch"], plan["machine"]["memory"]
+def describe_memory(plan: dict[str, Any]) -> list[str]:
+    rows, batch, has = plan["memory_by_layout"], plan["batch"], plan["machine"]["memory"]
+    used = [part for part in plan["memory"] if any(one[part] for one in rows.values())]
+    wide = max(map(len, rows)) + 2
+    unit, scale = ("GB", 1e9) if plan["memory"]["total"] > 1e9 else ("MB", 1e6)
     lines = [
-        f"memory a GPU, in GB, at {batch['sequences']} × {batch['seq_len']} tokens"
-        + ("" if math.isinf(has) else f"; a GPU has {has / 1e9:.0f}"),
-        f"{'':34}" + "".join(f"{name:>12}" for name in [*used, "total"]),
+        f"memory of the fullest rank in {unit} at {batch['sequences']} × {batch['seq_len']} tokens",
+        " " * wide + "".join(f"{name:>12}" for name in used),
     ]
-    for name, one in plan["memory_by_layout"].items():
-        row = "".join(f"{one[part] / 1e9:12.3f}" for part in [*used, "total"])
-        fits = "" if one["total"] <= has else "  too much"
-        lines.append(f"{name:34}{row}{fits}")
-    lines.append(
-        f"chosen: {plan['memory']['total'] / 1e9:.3f} GB ({plan['memory']['total']:,} bytes)"
-        + ("" if math.isinf(has) else f"; at most {batch['largest']} sequences would fit")
-    )
-    return lines
+    for name, one in rows.items():
+        values = "".join(f"{one[part] / scale:>12.3f}" for part in used)
+        lines.append(f"{name:{wide}}{values}" + ("" if one["total"] <= has else "  does not fit"))
+    room = "" if math.isinf(has) else f" of {gb(has)}; {batch['largest']} sequences would fit"
+    return [*lines, f"{plan['layout']['name']}: {plan['memory']['total']:,} bytes{room}"]
 
 
-def step_section(plan: dict[str, Any]) -> list[str]:
-    step, machine = plan["step"], plan["machine"]
+def describe_time(plan: dict[str, Any]) -> list[str]:
+    step, share = plan["step"], plan["machine"]["share"]
     lines = [
-        f"time of an update: {span(step['total'])}, {plan['tokens_per_second']:,.0f} tokens/s, "
-        f"{plan['share_of_peak']:.1%} of the peak "
-        f"(kernels: {machine['share']:.0%}, --share)",
+        f"an update takes {span(step['total'])}: {plan['tokens_per_second']:,.0f} tokens/s, "
+        f"{plan['share_of_peak']:.1%} of the peak (kernels while they compute: {share:.0%})"
     ]
-    lines += [
-        f"  {name:30}{span(value):>12}{value / step['total']:>9.1%}"
-        for name, value in step.items() if name not in ("total", "communication") and value
-    ]  # fmt: skip
+    for name, value in step.items():
+        if name not in ("total", "communication") and value:
+            lines.append(f"  {name:30}{span(value):>12}{value / step['total']:>9.1%}")
     if plan["gradient_bytes"]:
-        lines.append(
-            f"  DDP would all-reduce {plan['gradient_bytes']:,} bytes of gradients an update"
-        )
+        lines.append(f"  DDP all-reduces {plan['gradient_bytes']:,} bytes of gradients an update")
     if "time" in plan:
         t = plan["time"]
         cost = f", cost {t['cost']:,.0f}" if t["cost"] else ""
         lines.append(
-            f"all of it: {t['updates']:,} updates, {t['days']:.2f} days, "
+            f"all of it: {t['updates']:,} updates, {span(t['seconds'])}, "
             f"{t['gpu_hours']:,.0f} GPU-hours{cost}"
         )
     return lines
 
 
-def scaling_section(plan: dict[str, Any]) -> list[str]:
-    s = plan["scaling"]
-    lines = ["efficiency of this layout     GPUs" + "".join(f"{r['gpus']:>8}" for r in s["gpus"])]
+def describe_scaling(s: dict[str, Any]) -> list[str]:
+    lines = [f"{'efficiency on so many GPUs':34}" + "".join(f"{r['gpus']:>8}" for r in s["gpus"])]
     for kind, what in (("weak", "same batch a GPU"), ("strong", "same global batch")):
         row = "".join(f"{one[kind]:>8.1%}" if one[kind] else f"{'–':>8}" for one in s["gpus"])
         lines.append(f"  {kind + ' scaling, ' + what:32}{row}")
-    lines.append("this model under plain DDP (if it fitted) at 16 and 128 GPUs, by network:")
+    lines.append("plain DDP, if the model fitted, on 16 and 128 GPUs:")
     for name, (at_16, at_128) in s["ddp_by_network"].items():
         lines.append(f"  {name:32}{at_16:>8.1%}{at_128:>8.1%}")
     fit = s["fit_90_at_16_75_at_128"]
+    text = "  90 % and 75 % come from" if fit["miss"] < 0.01 else "  nearest to 90 % and 75 % come"
     lines.append(
-        f"  90 % at 16 and 75 % at 128 need {gb(fit['node_rate'])}/s a node with "
-        f"{fit['overlap']:.0%} of the overlap: {fit['first']:.1%} and {fit['second']:.1%}"
+        f"{text} {gb(fit['node_rate'])}/s a node (compare {fit['nearest']}) and {fit['overlap']:.0%} "
+        f"of the possible overlap: {fit['first']:.1%}, {fit['second']:.1%}"
     )
     return lines
 
 
-def faults_section(plan: dict[str, Any]) -> list[str]:
-    lines = [
-        "stragglers and failures, simulated:",
-        f"  {'GPUs':>6}{'slowest rank':>14}{'failures/day':>14}{'checkpoint every':>18}"
-        f"{'useful time':>13}{'(formula)':>11}",
-    ]
-    for one in plan["faults"]:
+def describe_faults(rows: list[dict[str, Any]]) -> list[str]:
+    titles = ("GPUs", "slowest rank", "failures/day", "saved every", "useful time", "(formula)")
+    lines = ["stragglers and failures, simulated", "".join(f"{title:>14}" for title in titles)]
+    for one in rows:
+        every = span(one["interval_seconds"])
         lines.append(
-            f"  {one['gpus']:>6}{one['slowdown'] - 1:>14.1%}{one['failures_per_day']:>14.2f}"
-            f"{span(one['interval_seconds']):>18}{one['useful_share']:>13.1%}"
-            f"{one['useful_share_formula']:>11.1%}"
+            f"{one['gpus']:>14}{one['slowdown'] - 1:>14.1%}{one['failures_per_day']:>14.2f}"
+            f"{every:>14}{one['useful_share']:>14.1%}{one['useful_share_formula']:>14.1%}"
         )
     return lines
 
 
-def checkpoint_section(plan: dict[str, Any]) -> list[str]:
+def describe_checkpoints(plan: dict[str, Any]) -> list[str]:
     c = plan["checkpoints"]
-    lines = ["checkpoints: " + "; ".join(f"{k} {gb(v)}" for k, v in c["sizes"].items())]
-    lines.append(
+    lines = [
+        "checkpoints: " + ", ".join(f"{name} {gb(size)}" for name, size in c["sizes"].items()),
         f"  {c['kept']} kept and the best: {gb(c['stored_bytes'])}; a failure every "
-        f"{span(c['between_failures_seconds'])}; a write takes {span(c['write_seconds'])}"
-    )
+        f"{span(c['between_failures_seconds'])}; a write takes {span(c['write_seconds'])}",
+    ]
     for name, way in c["ways"].items():
-        every = way["interval_seconds"] / plan["step"]["total"]
         lines.append(
-            f"  {name:11} stops for {span(way['blocking_seconds'])}, every "
+            f"  {name}: stops for {span(way['blocking_seconds'])} every "
             f"{span(way['interval_seconds'])} (Young {span(way['young_seconds'])}, Daly "
-            f"{span(way['daly_seconds'])}) = {max(1, round(every)):,} updates; a failure costs "
+            f"{span(way['daly_seconds'])}), {way['interval_updates']:,} updates; a failure costs "
             f"{span(way['loss_per_failure_seconds'])}; useful {way['useful_share']:.2%}"
         )
     return lines
 
 
-def recommendation_section(plan: dict[str, Any]) -> list[str]:
-    lines = [f"recommended: {plan['layout']['name']}"]
-    lines += [f"  {reason}" for reason in plan["reasons"]]
+def recommend(plan: dict[str, Any]) -> list[str]:
+    lines = [f"recommended: {plan['layout']['name']}", *(f"  {line}" for line in plan["reasons"])]
     if "data" in plan and plan["model"]["trained"] == plan["model"]["parameters"]:
         per = plan["data"]["tokens_per_parameter"]
         verdict = "fewer than" if per < 18 else "about" if per < 25 else "more than"
         lines.append(
-            f"  {per:.1f} tokens a parameter are {verdict} the 20 at which size and data are "
-            "balanced for a given compute (Hoffmann et al. 2022)."
+            f"  {per:.1f} tokens a parameter are {verdict} the 20 that balance size and data for a "
+            "given compute (Hoffmann et al. 2022)."
         )
     way = plan["checkpoints"]["ways"]["background"]
-    every = max(1, round(way["interval_seconds"] / plan["step"]["total"]))
     lines.append(
-        f"  Save in the background every {every:,} updates ({span(way['interval_seconds'])}), "
-        f"besides the best by validation; keep {plan['checkpoints']['kept']}."
+        f"  Save in the background every {way['interval_updates']:,} updates "
+        f"({span(way['interval_seconds'])}); keep {plan['checkpoints']['kept']} and the best."
     )
     if plan["rejected"]:
         lines += ["not taken:", *(f"  {line}" for line in plan["rejected"])]
@@ -1214,22 +1191,22 @@ def draw_memory(plan: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    has, rows = plan["machine"]["memory"], list(plan["memory_by_layout"].items())
+    rows, batch, machine = plan["memory_by_layout"], plan["batch"], plan["machine"]
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
     left = [0.0] * len(rows)
-    for part in rows[0][1]:
-        values = [one[part] / 1e9 for _, one in rows]
+    for part in plan["memory"]:
+        values = [one[part] / 1e9 for one in rows.values()]
         if part not in ("total", "reused") and any(values):
-            axes.barh([name for name, _ in rows], values, left=left, label=part)
+            axes.barh(list(rows), values, left=left, label=part)
             left = [a + b for a, b in zip(left, values)]
-    if not math.isinf(has):
-        axes.axvline(has / 1e9, color="black", linestyle="--", label=f"{has / 1e9:.0f} GB")
-    batch = plan["batch"]
+    if not math.isinf(machine["memory"]):
+        label = f"{machine['name']}: {gb(machine['memory'])}"
+        axes.axvline(machine["memory"] / 1e9, color="black", linestyle="--", label=label)
     axes.set_title(
-        f"{plan['model']['name']} on {plan['machine']['gpus']} × {plan['machine']['name']}, "
-        f"{batch['sequences']} × {batch['seq_len']} tokens a micro-batch"
+        f"{plan['model']['name']} parameters on {machine['nodes']} × {machine['gpus_per_node']} "
+        f"GPUs, micro-batches of {batch['sequences']} × {batch['seq_len']} tokens"
     )
-    axes.set_xlabel("GB on the fullest GPU")
+    axes.set_xlabel("GB on the fullest rank")
     axes.invert_yaxis()
     axes.legend(loc="lower right")
     try:
@@ -1247,8 +1224,8 @@ def draw_memory(plan: dict[str, Any], path: Path) -> None:
 WITHOUT_EFFECT = (
     "--device --seed --threads --output-dir --resume --generate --corpus-file --builtin "
     "--corpus-format --val-fraction --overlong --num-workers --base-model --lora-alpha "
-    "--lora-dropout --max-steps --lr --weight-decay --schedule --warmup-steps --clip "
-    "--mirror --log-every --eval-every --sample-every"
+    "--lora-dropout --max-steps --lr --weight-decay --schedule --warmup-steps --clip --mirror "
+    "--log-every --eval-every --sample-every"
 ).split()
 SWITCHES_WITHOUT_EFFECT = (
     "--cpu --overwrite --dry-run --pack --merge --compile --tensorboard".split()
@@ -1267,10 +1244,11 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     scales = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
     def convert(text: str) -> Any:
-        digits = text.upper().removesuffix("B") if text.upper()[-2:-1] in scales else text.upper()
-        scale = scales.get(digits[-1:], 1.0)
+        digits = text.upper()
+        digits = digits.removesuffix("B") if digits[-2:-1] in scales else digits
+        scale = scales.get(digits[-1:])
         try:
-            value = float(digits[:-1] if digits[-1:] in scales else digits) * scale
+            value = float(digits[:-1]) * scale if scale else float(digits)
         except ValueError:
             value = math.nan
         if not low <= value <= high or math.isinf(value) or (kind is int and value % 1):
@@ -1283,74 +1261,85 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
 
 
 def flag_parser() -> argparse.ArgumentParser:
+    """The command line; a default of None depends on the model, see `read_run`."""
     parser = Parser(
-        prog="python -m labs.planner", allow_abbrev=False,
-        description="Memory, time, scaling and checkpoints of a run, before it is paid for.",
+        prog="python -m labs.planner", allow_abbrev=False, argument_default=None,
+        description="Memory, time, scaling and checkpoints of a run, before it is paid for. "
+        "Numbers may end in K, M, G, B or T, bytes in KB, MB, GB or TB.",
     )  # fmt: skip
-    # fmt: off
-    add = parser.add_argument_group("model").add_argument
-    add("--model", choices=("tiny", "qwen", *MODELS),
-        help="tiny and qwen: the reference's own runs, with its flags (default: tiny)")
-    add("--params", type=number(float, 1e5, 1e14), help="parameters of a Llama-like model: 13e9, 7B")
-    for flag, what in (("--d-model", "width"), ("--layers", "layers"), ("--heads", "heads"),
-                       ("--kv-heads", "key-value heads"), ("--ffn", "feed-forward width"),
-                       ("--vocab", "vocabulary")):
-        add(flag, type=number(int, 1), help=f"{what}, instead of the model's own")
-    add("--seq-len", type=number(int, 2), help="tokens a sequence (default: 64 tiny, 256 qwen, 4096)")
-    add("--lora-r", type=number(int, 1), help="LoRA of this rank instead of all weights (qwen: 8)")
-    add("--lora-targets", default="q_proj,v_proj", help="layers with adapters (default: %(default)s)")
-
-    add = parser.add_argument_group("machine").add_argument
-    add("--gpu", choices=tuple(GPUS), help="default: cpu for tiny and qwen, else a100-80gb")
-    add("--nodes", type=number(int, 1, 1e6), default=1, help="default: 1")
-    add("--gpus-per-node", type=number(int, 1, 1e4), help="or ranks (default: 1 tiny and qwen, else 8)")
-    add("--network", choices=tuple(NETWORKS), help="between nodes (default: what suits the GPU)")
-    add("--gpu-memory", type=number(float, 1e6), help="16GB, instead of the GPU's own")
-    add("--peak", type=number(float, 1e6), help="FLOP/s of a GPU, instead of the data sheet's")
-    add("--share", type=number(float, 0.001, 1), help="of the peak that kernels reach (default: 0.45)")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--data", type=number(float, 1), help="training text in bytes: 200GB")
-    add("--tokens", type=number(float, 1), help="training tokens, instead of --data")
-    add("--bytes-per-token", type=number(float, 0.1, 100), help="default: 4 (English); tiny: 1")
-    add("--epochs", type=number(float, 0.001), default=1, help="passes over the data (default: 1)")
-    add("--batch-size", type=number(int, 1), help="sequences a rank and micro-batch (default: what fits)")
-    add("--grad-accum", type=number(int, 1), help="micro-batches an update (default: by --global-batch)")
-    add("--global-batch", type=number(float, 1), default=4e6,
-        help="tokens an update (default: 4e6, as Llama 2)")
-    add("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto",
-        help="of the matrix products (default: fp32 on the cpu, else 16 bits)")
-    add("--strategy", choices=("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"),
-        help="zero1: optimizer divided; zero2: and gradients; fsdp: and weights; hsdp: fsdp in a "
-        "node, replicas across (default: the fastest that fits; ddp for tiny and qwen)")
-    add("--tensor", type=number(int, 1, 64), help="ranks that share every layer, inside a node")
-    add("--pipeline", type=number(int, 1, 1024), help="stages of layers")
-    add("--dropout", type=number(float, 0, 0.99), default=0, help="its masks take memory (default: 0)")
-    add("--save-every", type=number(int, 0), default=0, help="on the cpu, a copy takes memory too")
-    add("--gradient-checkpointing", action="store_true", help="only layouts that use it")
-
-    add = parser.add_argument_group("assumptions").add_argument
-    add("--price", type=number(float, 0), help="of a GPU-hour, in your currency")
-    add("--overlap", type=number(float, 0, 1), default=0.8,
-        help="share of the possible overlap of communication that is reached (default: 0.8)")
-    add("--jitter", type=number(float, 0, 1), default=0.02,
-        help="standard deviation of a GPU's step time, relative (default: 0.02)")
-    add("--slow-share", type=number(float, 0, 1), default=0.0002,
-        help="GPUs that are slow at a time, in the simulation (default: 0.0002)")
-    add("--slow-by", type=number(float, 0, 100), default=0.1, help="by so much (default: 0.1)")
-    add("--mtbf", type=number(float, 1), default=50_000,
-        help="hours between failures of one GPU (default: 50,000: Llama 3's 419 in 54 days on 16,384)")
-    add("--restart", type=number(float, 0), default=600, help="seconds to be back (default: 600)")
-    add("--storage", type=number(float, 1e3), default=2e9, help="bytes/s to checkpoints (default: 2GB)")
-    add("--snapshot", type=number(float, 1e3), default=5e9,
-        help="bytes/s a rank copies to host memory (default: 5GB)")
-    add("--keep", type=number(int, 1), default=3, help="checkpoints kept (default: 3)")
-    add("--read-rate", type=number(float, 1), default=1e9, help="bytes/s of data a node (default: 1GB)")
-
-    add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="the plan for programs")
-    add("--picture", type=Path, help="also draw memory by layout: memory.png (needs matplotlib)")
-    # fmt: on
+    count, part, positive = number(int, 1), number(float, 0, 1), number(float, 1e-3)
+    names = ("tiny", "qwen", *MODELS)
+    ways = ("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp")
+    groups = {
+        "model": (
+            ("--model", names, None, "tiny and qwen: the reference's own runs (default: tiny)"),
+            ("--params", number(float, 1e5, 1e14), None, "of a Llama-like model: 13e9 or 13B"),
+            ("--d-model", count, None, "width, as the next five instead of the model's own"),
+            ("--layers", count, None, "layers"),
+            ("--heads", count, None, "attention heads"),
+            ("--kv-heads", count, None, "key-value heads"),
+            ("--ffn", count, None, "feed-forward width"),
+            ("--vocab", count, None, "vocabulary"),
+            ("--seq-len", number(int, 2), None, "tokens (default: tiny 64, qwen 256, else 4096)"),
+            ("--lora-r", count, None, "train adapters of this rank instead of all (qwen: 8)"),
+            ("--lora-targets", str, "q_proj,v_proj", "layers that get them"),
+        ),
+        "machine": (
+            ("--gpu", tuple(GPUS), None, "(default: cpu for tiny and qwen, else a100-80gb)"),
+            ("--nodes", number(int, 1, 1e6), 1, "machines"),
+            ("--gpus-per-node", number(int, 1, 1e4), None, "ranks (default: tiny, qwen 1, else 8)"),
+            ("--network", tuple(NETWORKS), None, "between nodes (default: what suits the GPU)"),
+            ("--gpu-memory", number(float, 1e6), None, "instead of the GPU's own"),
+            ("--peak", number(float, 1e6), None, "FLOP/s instead of the data sheet's"),
+            ("--share", number(float, 1e-3, 1), None, "of it that kernels reach (default: 0.45)"),
+        ),
+        "run": (
+            ("--data", number(float, 1), None, "bytes of training text"),
+            ("--tokens", number(float, 1), None, "training tokens, instead of --data"),
+            ("--bytes-per-token", number(float, 0.1, 100), None, "(default: 4, English; tiny 1)"),
+            ("--epochs", positive, 1.0, "passes over the data"),
+            ("--batch-size", count, None, "sequences a rank and micro-batch (default: what fits)"),
+            ("--grad-accum", count, None, "micro-batches an update (default: by --global-batch)"),
+            ("--global-batch", number(float, 1), 4e6, "tokens an update, as Llama 2"),
+            ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of the matrix products"),
+            ("--strategy", ways, None, "zero1: the optimizer is divided; zero2: and gradients; "
+             "fsdp: and weights; hsdp: fsdp in a node, replicas across (default: the fastest "
+             "that fits; tiny and qwen: ddp)"),
+            ("--tensor", number(int, 1, 64), None, "ranks of a node that share every layer"),
+            ("--pipeline", number(int, 1, 1024), None, "stages of layers"),
+            ("--dropout", number(float, 0, 0.99), 0.0, "its masks take memory"),
+            ("--save-every", number(int, 0), 0, "on the cpu, the copy it writes takes memory"),
+            ("--gradient-checkpointing", bool, False, "only layouts that compute layers twice"),
+        ),
+        "assumptions": (
+            ("--price", number(float, 0), None, "of a GPU-hour"),
+            ("--overlap", part, 0.8, "reached share of the overlap of communication and compute"),
+            ("--jitter", part, 0.02, "relative standard deviation of a GPU's step time"),
+            ("--slow-share", part, 0.0002, "GPUs that are slow at a time, in the simulation"),
+            ("--slow-by", number(float, 0, 100), 0.1, "by so much"),
+            ("--mtbf", number(float, 1), 50_000.0, "hours between failures of one GPU; 419 in 54 "
+             "days on 16,384 (Llama 3, section 3.3.4) are 50,700"),
+            ("--restart", number(float, 0), 600.0, "seconds until the run goes on after a failure"),
+            ("--storage", number(float, 1e3), 2e9, "bytes/s to checkpoints, all nodes together"),
+            ("--snapshot", number(float, 1e3), 5e9, "bytes/s from a rank to its host's memory"),
+            ("--keep", count, 3, "checkpoints kept besides the best"),
+            ("--read-rate", number(float, 1), 1e9, "bytes/s of training data a node can read"),
+        ),
+        "output": (
+            ("--json", bool, False, "the plan for programs"),
+            ("--picture", Path, None, "also draw memory by layout, to this file"),
+        ),
+    }  # fmt: skip
+    for title, flags in groups.items():
+        add = parser.add_argument_group(title).add_argument
+        for flag, kind, default, text in flags:
+            if kind is bool:
+                add(flag, action="store_true", help=text)
+            elif isinstance(kind, tuple):
+                add(flag, choices=kind, default=default, help=text)
+            else:
+                shown = "" if default is None else f" (default: {default})"
+                add(flag, type=kind, default=default, help=text + shown)
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, help=argparse.SUPPRESS)
     for flag in SWITCHES_WITHOUT_EFFECT:
@@ -1366,7 +1355,7 @@ def on_network(machine: Machine, name: str) -> Machine:
     return dataclasses.replace(machine, network=name, node_rate=rate, latency=network.latency)
 
 
-def read_model(args: argparse.Namespace, own: bool) -> Model:
+def read_model(args: argparse.Namespace) -> Model:
     """The model that the flags describe. Raises `PlanError` where they contradict each other."""
     if args.params and args.model:
         raise PlanError("--params contradicts --model; give one of them")
@@ -1375,7 +1364,7 @@ def read_model(args: argparse.Namespace, own: bool) -> Model:
     elif args.params:
         model = model_of_size(args.params, args.vocab or 32000)
     else:
-        model = MODELS["qwen2.5-0.5b" if own else args.model]
+        model = MODELS["qwen2.5-0.5b" if args.model == "qwen" else args.model]
     given = {
         "width": args.d_model, "layers": args.layers, "heads": args.heads, "ffn": args.ffn,
         "vocab": args.vocab, "kv_heads": args.kv_heads,
@@ -1383,14 +1372,16 @@ def read_model(args: argparse.Namespace, own: bool) -> Model:
     if args.heads and model.kv_heads == model.heads:
         given["kv_heads"] = args.kv_heads or args.heads
     model = dataclasses.replace(model, **{k: v for k, v in given.items() if v})
-    if args.tensor:
-        require_divisible(model, args.tensor)
-    for what, number, divisor in (
-        ("--d-model", model.width, model.heads), ("--heads", model.heads, model.kv_heads),
-    ):  # fmt: skip
-        if number % divisor:
-            part = "heads" if what == "--d-model" else "key-value heads"
-            raise PlanError(f"{divisor} {part} do not divide {what} {number}")
+    for what, count in (("heads", model.heads), ("key-value heads", model.kv_heads)):
+        if args.tensor and count % args.tensor:
+            raise PlanError(
+                f"--tensor {args.tensor} does not divide the {count} {what} of the model; "
+                "possible: " + ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
+            )
+    if model.width % model.heads:
+        raise PlanError(f"--heads {model.heads} does not divide --d-model {model.width}")
+    if model.heads % model.kv_heads:
+        raise PlanError(f"--kv-heads {model.kv_heads} does not divide --heads {model.heads}")
     return model
 
 
@@ -1400,38 +1391,35 @@ def read_run(args: argparse.Namespace) -> Run:
         args.model = "tiny"
     if args.data and args.tokens:
         raise PlanError("--data contradicts --tokens; give one of them")
-    own = args.model in ("tiny", "qwen")  # the reference's own run, as it is and not as it could be
+    args.exact = args.model in ("tiny", "qwen")  # the reference's run as it is, not as it could be
     args.seq_len = args.seq_len or {"tiny": 64, "qwen": 256}.get(args.model, 4096)
     args.bytes_per_token = args.bytes_per_token or (1.0 if args.model == "tiny" else 4.0)
-    args.exact = own
-    if own:
-        args.strategy = args.strategy or "ddp"
+    if args.exact:
         args.batch_size, args.grad_accum = args.batch_size or 8, args.grad_accum or 1
         args.tensor, args.pipeline = args.tensor or 1, args.pipeline or 1
-    args.strategy = args.strategy or "auto"
-    if args.model == "qwen":
-        args.lora_r = args.lora_r or 8
-    model = read_model(args, own)
-    if model.name == "tiny" and (args.lora_r or args.gradient_checkpointing):
+    args.strategy = args.strategy or ("ddp" if args.exact else "auto")
+    args.lora_r = args.lora_r or (8 if args.model == "qwen" else 0)
+    if args.model == "tiny" and (args.lora_r or args.gradient_checkpointing):
         raise PlanError("--lora-r and --gradient-checkpointing need another model than tiny")
+    model = read_model(args)
 
-    name = args.gpu or ("cpu" if own else "a100-80gb")
+    name = args.gpu or ("cpu" if args.exact else "a100-80gb")
     gpu = GPUS[name]
     machine = Machine(
         name, args.gpu_memory or gpu.memory, args.peak or gpu.peak,
         args.share or (1.0 if name == "cpu" else 0.45), args.nodes,
-        args.gpus_per_node or (1 if own else 8), REACHED * gpu.link, "", 0.0, 0.0,
+        args.gpus_per_node or (1 if args.exact else 8), REACHED * gpu.link, "", 0.0, 0.0,
     )  # fmt: skip
     mixed = args.precision in ("bf16", "fp16") or (args.precision == "auto" and name != "cpu")
     mixed = mixed and args.model != "tiny"  # whose activations the reference counts in fp32
     targets = tuple(part.strip() for part in args.lora_targets.split(",") if part.strip())
-    run = Run(
+    if args.lora_r:
+        model.lora(args.lora_r, targets)  # names wrong targets
+    return Run(
         model, on_network(machine, args.network or gpu.network), args.seq_len, batch=1, mixed=mixed,
-        lora_r=args.lora_r or 0, lora_targets=targets, jitter=args.jitter, overlap=args.overlap,
+        lora_r=args.lora_r, lora_targets=targets, jitter=args.jitter, overlap=args.overlap,
         read_rate=args.read_rate, dropout=args.dropout > 0, saving=args.save_every > 0,
     )  # fmt: skip
-    run.trained  # noqa: B018 - names wrong --lora-targets before any work
-    return run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1445,7 +1433,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        plan["machine"]["memory"] = min(plan["machine"]["memory"], sys.float_info.max)
+        if math.isinf(plan["machine"]["memory"]):
+            plan["machine"]["memory"] = None  # JSON knows no infinity
         print(json.dumps(plan, indent=2))
     else:
         print(report(plan))

@@ -310,7 +310,7 @@ def test_the_exercise_adds_up(exercise):
     e, gpus = exercise, exercise["machine"]["gpus"]
     assert gpus == 32 and e["layout"]["name"].startswith("fsdp 32")
     d, t, batch = e["data"], e["time"], e["batch"]
-    assert 4 * d["node_bytes"] == pytest.approx(200e9) and 8 * d["gpu_bytes"] == d["node_bytes"]
+    assert 4 * d["node_bytes"] == pytest.approx(200e9) and 8 * d["rank_bytes"] == d["node_bytes"]
     assert d["tokens"] == 200e9 / d["bytes_per_token"]
     assert (
         batch["update_tokens"] == batch["sequences"] * batch["seq_len"] * batch["accumulation"] * 32
@@ -349,6 +349,20 @@ def test_text_json_and_picture_need_no_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["layout"]["name"].startswith("fsdp 32")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_wiki_page_shows_what_the_planner_says(exercise):
+    page = (ROOT / "wiki/Planning.md").read_text("utf-8")
+    assert f"python -m labs.planner {EXERCISE}\n" in page
+    assert f"```text\n{planner.report(exercise)}\n```" in page
+
+
+@pytest.mark.parametrize("flags", ["--model tiny --layers 2", "--model qwen --lora-r 4"])
+def test_the_launch_line_is_taken_by_the_training_script(flags):
+    (line,) = plan_of(flags)["launch"]
+    program, *rest = line.partition("llm_ddp_parallel_training.py ")[2].split()
+    settings = reference.parse_settings([program, *rest])
+    assert (settings.layers, settings.lora_r) in ((2, 8), (1, 4))
 
 
 @pytest.mark.parametrize(
