@@ -381,7 +381,7 @@ def on_the_host(run: Run, kept: int) -> tuple[int, int]:
     """(lost between blocks of the heap, a copy of the state for checkpoints) in CPU training.
 
     As in the reference's `training_bytes`: blocks of up to 32 MiB lie on the C library's heap,
-    which loses about 0.3 of them between the blocks (measured with glibc: 0.24 to 0.39).
+    which loses about 0.3 of them between the blocks (measured with glibc 2.36: 0.24 to 0.39).
     """
     if run.machine.name != "cpu":
         return 0, 0
@@ -442,7 +442,7 @@ def flops_per_token(run: Run, recompute: bool = False) -> float:
     """
     m = run.model
     products = m.layers * m.matrices + m.vocab * m.width
-    attention = m.layers * m.width * run.seq_len  # a third of 6 · layers · width · seq_len is 2 ·
+    attention = m.layers * m.width * run.seq_len  # scores and mixing, 2 each, half of them masked
     forward = 2 * products + 2 * attention
     backward = (2 if run.lora_r else 4) * products + 4 * attention
     if run.lora_r:
@@ -1128,7 +1128,7 @@ def describe_scaling(s: dict[str, Any]) -> list[str]:
     fit = s["fit_90_at_16_75_at_128"]
     text = "  90 % and 75 % come from" if fit["miss"] < 0.01 else "  nearest to 90 % and 75 % come"
     lines.append(
-        f"{text} {gb(fit['node_rate'])}/s a node (compare {fit['nearest']}) and {fit['overlap']:.0%} "
+        f"{text} {gb(fit['node_rate'])}/s a node (compare {fit['nearest']}), {fit['overlap']:.0%} "
         f"of the possible overlap: {fit['first']:.1%}, {fit['second']:.1%}"
     )
     return lines

@@ -10,8 +10,8 @@ by the script's `training_step` on full windows. Measured is the highest residen
 mark; for Qwen2.5-0.5B (full architecture, random weights, fp32) also the part above the loaded
 model. Predicted is what `labs.planner` says to the same flags. In MB of 1e6 bytes.
 
-The third command tells glibc to give every block of 1 MiB and more back at once: what is left of
-the difference is then the formula's, and not the heap's.
+The third command tells glibc to map every block of 1 MiB and more by itself, so that nothing is
+lost between the blocks of its heap: the figures to compare are then those without that part.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def predict(flags: list[str]) -> dict[str, int]:
     memory = planner.make_plan(planner.flag_parser().parse_args(flags))["memory"]
     return {
         "predicted": memory["total"],
+        "heap": memory["heap"],  # of it, lost between the blocks of glibc's heap
         "predicted_above_model": memory["total"] - memory["weights"],
     }
 
@@ -124,13 +125,12 @@ def main() -> None:
     if args.json:
         print(json.dumps(rows))
         return
-    print(f"{'MB':20}{'predicted':>10}{'measured':>10}{'ratio':>7}   above the model")
+    print(f"{'MB':20}{'predicted':>10}{'(heap)':>8}{'measured':>10}{'ratio':>7}   above the model")
     for row in rows:
-        predicted, measured, *above = (
-            row[key] / 1e6
-            for key in ("predicted", "measured", "predicted_above_model", "above_model")
-        )
-        text = f"{row['case']:20}{predicted:>10.1f}{measured:>10.1f}{predicted / measured:>7.2f}"
+        keys = ("predicted", "heap", "measured", "predicted_above_model", "above_model")
+        predicted, heap, measured, *above = (row[key] / 1e6 for key in keys)
+        text = f"{row['case']:20}{predicted:>10.1f}{heap:>8.1f}{measured:>10.1f}"
+        text += f"{predicted / measured:>7.2f}"
         if row["case"].startswith("qwen"):
             text += f"{above[0]:>10.1f}{above[1]:>10.1f}{above[0] / above[1]:>7.2f}"
         print(text)
