@@ -2683,8 +2683,7 @@ def training_bytes(
     One process without accumulation frees activations while it makes gradients: only the larger of
     both counts. DDP's buckets and accumulated gradients are there all the time. On the CPU, blocks
     up to 32 MiB (`largest` tells) lie on the C library's heap, which loses about 0.3 of them
-    between the blocks (measured with glibc 2.36: 0.24 to 0.39); and --save-every keeps a copy of the
-    state on rank 0.
+    between blocks (measured with glibc 2.36: 0.24 to 0.39), and --save-every keeps a copy (rank 0).
     """
     s, cpu = settings, launch.device.type == "cpu"
     apart = launch.world_size == 1 and s.grad_accum == 1
