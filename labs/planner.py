@@ -874,11 +874,11 @@ def rejected(best: Candidate, seen: Sequence[Candidate]) -> list[str]:
         work = ("compute", "total", "communication")
         cause = max((name for name in one.step if name not in work), key=one.step.__getitem__)
         slower = 1 - one.tokens_per_second / best.tokens_per_second
-        lines.append(
-            f"{one.layout.name}: "
-            + (f"{slower:.0%} slower" if slower > 0.005 else "no faster, and more to set up")
-            + f"; {cause} takes {one.step[cause] / one.step['total']:.0%} of its step."
-        )
+        speed = f"{slower:.0%} slower" if slower > 0.005 else "no faster, and more to set up"
+        reason = f"{cause} takes {one.step[cause] / one.step['total']:.0%} of its step"
+        if one.layout.checkpointing and not best.layout.checkpointing:
+            reason = "it fits only if layers are computed twice"
+        lines.append(f"{one.layout.name}: {speed}; {reason}.")
     return lines
 
 
