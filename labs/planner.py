@@ -652,21 +652,24 @@ def simulate_failures(
     over `repeats` runs: wall seconds, failures, lost seconds, and the share of useful time.
     """
     chance = random.Random(seed)
-    wall = failures = lost = 0.0
+    wall = failures = lost = done = 0.0
     for _ in range(repeats):
         left = work
-        while True:
+        for _ in range(10_000):  # failures; who has more will not end
             until_failure = chance.expovariate(1 / between)
             to_the_end = left + blocking * (left // interval)
             if to_the_end <= until_failure:
-                wall += to_the_end
+                wall, left = wall + to_the_end, 0.0
                 break
             saved = until_failure // (interval + blocking)
             left -= saved * interval
             failures, lost = failures + 1, lost + until_failure - saved * (interval + blocking)
             wall += until_failure + restart
-    wall, failures, lost = wall / repeats, failures / repeats, lost / repeats
-    return {"wall": wall, "failures": failures, "lost": lost, "useful": work / wall}
+        done += work - left
+    return {
+        "wall": wall / repeats, "failures": failures / repeats, "lost": lost / repeats,
+        "useful": done / wall,
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
@@ -690,6 +693,8 @@ def daly(blocking: float, between: float) -> float:
 def useful_share(interval: float, blocking: float, between: float, restart: float) -> float:
     """Share of the wall time that is training, failures and checkpoints included (Daly 2006,
     equation 20, whose wall time is M · e^(R/M) · (e^((τ+δ)/M) − 1) · work / τ)."""
+    if (interval + blocking + restart) / between > 700:  # beyond what a float holds
+        return 0.0
     growth = math.expm1((interval + blocking) / between)
     return interval / (between * math.exp(restart / between) * growth)
 
