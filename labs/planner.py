@@ -149,9 +149,13 @@ class Model:
         """Parameters of a layer that it does not divide."""
         return 2 * self.width
 
+    def stage_layers(self, pipeline: int, stage: int) -> int:
+        """Layers of a stage; what is left over goes to the last ones, for the embedding is first."""
+        return self.layers * (stage + 1) // pipeline - self.layers * stage // pipeline
+
     def part(self, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> int:
-        """Parameters on one rank of the stage; layers that are left over go to the first stages."""
-        layers = self.layers // pipeline + (stage < self.layers % pipeline)
+        """Parameters on one rank of a pipeline stage."""
+        layers = self.stage_layers(pipeline, stage)
         divided, whole = layers * self.matrices, layers * self.norms
         if stage == 0:
             divided, whole = divided + self.vocab * self.width, whole + self.positions * self.width
@@ -354,7 +358,7 @@ def activation_bytes(run: Run, layout: Layout, stage: int = 0) -> tuple[int, int
     layer = 4 * m.width + (2 * m.width + 2 * m.kv_width + feed) / layout.tensor
     if run.dropout:  # masks, and the attention's scores, which the fused kernel would not keep
         layer += (6 * m.width + 3 * m.heads * run.seq_len) / layout.tensor
-    layers = m.layers // layout.pipeline + (stage < m.layers % layout.pipeline)
+    layers = m.stage_layers(layout.pipeline, stage)
     kept = layers * m.width + layer if layout.checkpointing else layers * layer
     in_flight = min(layout.pipeline - stage, run.accum)
     loss = 0
@@ -396,7 +400,7 @@ def memory(run: Run, layout: Layout) -> dict[str, int]:
     backward pass frees the one while it makes the other. `reused` takes that off.
     """
     fullest: dict[str, int] = {"total": -1}
-    for stage in {0, layout.pipeline - 1}:
+    for stage in range(layout.pipeline):
         own = run.model.part(layout.tensor, layout.pipeline, stage)
         trained = run.trained if run.lora_r else own
         parts = state_bytes(own, trained, run, layout)
