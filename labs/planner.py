@@ -150,7 +150,7 @@ class Model:
         return 2 * self.width
 
     def stage_layers(self, pipeline: int, stage: int) -> int:
-        """Layers of a stage; what is left over goes to the last ones, for the embedding is first."""
+        """Layers of a stage; the last ones get what is left over."""
         return self.layers * (stage + 1) // pipeline - self.layers * stage // pipeline
 
     def part(self, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> int:
