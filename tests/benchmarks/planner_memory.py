@@ -2,7 +2,7 @@
 
     python tests/benchmarks/planner_memory.py                     all cases (3 minutes, 6 GB)
     python tests/benchmarks/planner_memory.py --only tiny-128     one case
-    MALLOC_MMAP_THRESHOLD_=1048576 python tests/benchmarks/planner_memory.py
+    python tests/benchmarks/planner_memory.py --without-heap
 
 Each case is a process of its own. It imports everything, trains a very small model and notes its
 resident size: that is "PyTorch's own". Then it builds model and optimizer and makes three updates
@@ -10,14 +10,16 @@ by the script's `training_step` on full windows. Measured is the highest residen
 mark; for Qwen2.5-0.5B (full architecture, random weights, fp32) also the part above the loaded
 model. Predicted is what `labs.planner` says to the same flags. In MB of 1e6 bytes.
 
-The third command tells glibc to map every block of 1 MiB and more by itself, so that nothing is
-lost between the blocks of its heap: the figures to compare are then those without that part.
+The script lets glibc keep what a step frees, so does this. With --without-heap glibc maps every
+block of 1 MiB and more by itself instead: nothing is then lost between the blocks of its heap, and
+the prediction leaves that part out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +72,8 @@ def measure(flags: list[str]) -> dict[str, int]:
         from transformers import Qwen2ForCausalLM
     small = ddp.parse_settings(["--cpu", "--precision", "fp32", "--seq-len", "16"])
     train(ddp.TinyCausalTransformer(64, 1, 4, 0.0, 16), small, 2)  # what is loaded late is loaded
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        ddp.keep_freed_memory(ddp.Launch())
     libraries = resident("VmRSS")
     if settings.model == "qwen":
         base = Qwen2ForCausalLM(full_config()).eval()
@@ -86,16 +90,13 @@ def measure(flags: list[str]) -> dict[str, int]:
     return {"measured": peak - libraries, "above_model": peak - loaded}
 
 
-def predict(flags: list[str]) -> dict[str, int]:
+def predict(flags: list[str], heap: bool) -> dict[str, int]:
     """The same by the planner: all, and all but the weights."""
     from labs import planner
 
     memory = planner.make_plan(planner.flag_parser().parse_args(flags))["memory"]
-    return {
-        "predicted": memory["total"],
-        "heap": memory["heap"],  # of it, lost between the blocks of glibc's heap
-        "predicted_above_model": memory["total"] - memory["weights"],
-    }
+    total = memory["total"] - (0 if heap else memory["heap"])
+    return {"predicted": total, "predicted_above_model": total - memory["weights"]}
 
 
 def main() -> None:
@@ -103,6 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=CASES, help="one case (default: all)")
+    parser.add_argument("--without-heap", action="store_true", help="map every block by itself")
     parser.add_argument("--json", action="store_true", help="rows for programs")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -112,24 +114,27 @@ def main() -> None:
     rows = []
     for name in [args.only] if args.only else CASES:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        environment = dict(os.environ)
+        if args.without_heap:
+            environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
         if done.returncode:
             sys.exit(f"{name}: {done.stderr}")
         rows.append(
             {
                 "case": name,
-                **predict(CASES[name].split()),
+                **predict(CASES[name].split(), not args.without_heap),
                 **json.loads(done.stdout.splitlines()[-1]),
             }
         )
     if args.json:
         print(json.dumps(rows))
         return
-    print(f"{'MB':20}{'predicted':>10}{'(heap)':>8}{'measured':>10}{'ratio':>7}   above the model")
+    print(f"{'MB':20}{'predicted':>10}{'measured':>10}{'ratio':>7}   above the model")
     for row in rows:
-        keys = ("predicted", "heap", "measured", "predicted_above_model", "above_model")
-        predicted, heap, measured, *above = (row[key] / 1e6 for key in keys)
-        text = f"{row['case']:20}{predicted:>10.1f}{heap:>8.1f}{measured:>10.1f}"
+        keys = ("predicted", "measured", "predicted_above_model", "above_model")
+        predicted, measured, *above = (row[key] / 1e6 for key in keys)
+        text = f"{row['case']:20}{predicted:>10.1f}{measured:>10.1f}"
         text += f"{predicted / measured:>7.2f}"
         if row["case"].startswith("qwen"):
             text += f"{above[0]:>10.1f}{above[1]:>10.1f}{above[0] / above[1]:>7.2f}"
