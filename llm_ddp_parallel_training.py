@@ -2650,7 +2650,7 @@ def tiny_bytes(parameters: int, settings: argparse.Namespace, launch: Launch) ->
         layer += 6 * s.d_model + 3 * s.heads * s.seq_len
     tokens = s.batch_size * s.seq_len
     kept = 4 * tokens * (s.layers * layer + 2 * s.d_model + 3 * VOCAB)
-    return training_bytes(parameters, kept, 4 * tokens * 4 * s.d_model, settings, launch)
+    return training_bytes(parameters, kept, settings, launch)
 
 
 def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch: Launch) -> int:
@@ -2671,25 +2671,22 @@ def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch
     if s.gradient_checkpointing:
         kept = layers * config.hidden_size + layer + 4 * config.intermediate_size
     head = 4 * FrozenHeadLoss.CHUNK * config.vocab_size
-    largest = width * tokens * config.intermediate_size
-    return weights + head + training_bytes(parameters, width * tokens * kept, largest, s, launch)
+    return weights + head + training_bytes(parameters, width * tokens * kept, s, launch)
 
 
-def training_bytes(
-    parameters: int, kept: int, largest: int, settings: argparse.Namespace, launch: Launch
-) -> int:
+def training_bytes(parameters: int, kept: int, settings: argparse.Namespace, launch: Launch) -> int:
     """Trained weights and AdamW's two means, gradients, and what is `kept` for the backward pass.
 
     One process without accumulation frees activations while it makes gradients: only the larger of
-    both counts. DDP's buckets and accumulated gradients are there all the time. On the CPU, blocks
-    up to 32 MiB (`largest` tells) lie on the C library's heap, which loses about 0.3 of them
-    between blocks (measured with glibc 2.36: 0.24 to 0.39), and --save-every keeps a copy (rank 0).
+    both counts. DDP's buckets and accumulated gradients are there all the time. On the CPU,
+    the C library's heap loses about 0.3 of what is kept between its blocks (measured with glibc
+    2.36: 0.24 to 0.39), and --save-every keeps a copy of the state on rank 0.
     """
     s, cpu = settings, launch.device.type == "cpu"
     apart = launch.world_size == 1 and s.grad_accum == 1
     gradients = 4 * parameters
     peak = 12 * parameters + (max(gradients, kept) if apart else gradients + kept)
-    if cpu and largest <= 1 << 25:
+    if cpu:
         peak += 3 * kept // 10
     return peak + (12 * parameters if cpu and s.save_every else 0)
 

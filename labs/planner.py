@@ -384,13 +384,12 @@ def lora_activation_bytes(run: Run, layout: Layout) -> tuple[int, int]:
 def on_the_host(run: Run, kept: int) -> tuple[int, int]:
     """(lost between blocks of the heap, a copy of the state for checkpoints) in CPU training.
 
-    As in the reference's `training_bytes`: blocks of up to 32 MiB lie on the C library's heap,
-    which loses about 0.3 of them between the blocks (measured with glibc 2.36: 0.24 to 0.39).
+    As in the reference's `training_bytes`: the C library's heap loses about 0.3 of what is kept
+    between its blocks (measured with glibc 2.36: 0.24 to 0.39).
     """
     if run.machine.name != "cpu":
         return 0, 0
-    small = run.width * run.tokens * run.model.ffn <= 1 << 25
-    return (3 * kept // 10 if small else 0), (12 * run.trained if run.saving else 0)
+    return 3 * kept // 10, 12 * run.trained if run.saving else 0
 
 
 def memory(run: Run, layout: Layout) -> dict[str, int]:

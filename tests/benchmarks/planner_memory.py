@@ -33,6 +33,7 @@ CASES = {  # name: flags of the reference
     "tiny-256": "--model tiny --d-model 256 --layers 4 --seq-len 256 --batch-size 16",
     "tiny-384": "--model tiny --d-model 384 --layers 6 --heads 6 --seq-len 128 --batch-size 16",
     "tiny-1024": "--model tiny --d-model 1024 --layers 4 --heads 8 --seq-len 64 --batch-size 2",
+    "tiny-512": "--model tiny --d-model 512 --layers 2 --heads 8 --seq-len 256 --batch-size 64",
     "qwen": "--model qwen --batch-size 4 --seq-len 256",
     "qwen-checkpointing": "--model qwen --batch-size 4 --seq-len 256 --gradient-checkpointing",
 }
