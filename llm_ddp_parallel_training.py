@@ -2658,7 +2658,7 @@ def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch
 
     Kept a token and layer, in the precision of the base: 8 · hidden + 2 · key-value width + 2 ·
     intermediate values, counted in transformers' Qwen2 layer. With --gradient-checkpointing hidden
-    ones, and one layer's all, its backward pass included: 4 · intermediate more.
+    ones, and all of the last sixth and of one more, whose repeated gates take 4 · intermediate.
     """
     s, config = settings, model.config
     weights = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
@@ -2669,7 +2669,8 @@ def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch
     layers, tokens = config.num_hidden_layers, s.batch_size * s.seq_len
     kept = layers * layer
     if s.gradient_checkpointing:
-        kept = layers * config.hidden_size + layer + 4 * config.intermediate_size
+        whole = layers // 6 + 1  # the last sixth, and the layer that is computed again
+        kept = layers * config.hidden_size + whole * layer + 4 * config.intermediate_size
     head = 4 * FrozenHeadLoss.CHUNK * config.vocab_size
     return weights + head + training_bytes(parameters, width * tokens * kept, s, launch)
 

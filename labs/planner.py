@@ -377,7 +377,7 @@ def lora_activation_bytes(run: Run, layout: Layout) -> tuple[int, int]:
     layer = 8 * m.width + 2 * m.kv_width + 2 * m.ffn
     kept = m.layers * layer
     if layout.checkpointing:
-        kept = m.layers * m.width + layer + 4 * m.ffn
+        kept = m.layers * m.width + (m.layers // 6 + 1) * layer + 4 * m.ffn
     return run.width * run.tokens * kept, 4 * 256 * m.vocab
 
 
