@@ -38,9 +38,10 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
-import math
+import logging
 import multiprocessing.connection
 import os
 import pickle
@@ -49,6 +50,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,7 +75,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -120,8 +122,8 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
         help="sequences in an update over all ranks, the same for every strategy (default: 16)")
     add("--schedule", choices=("gpipe", "1f1b"), default="1f1b",
         help="pipeline: 1f1b keeps fewer activations, the idle share is the same (default: 1f1b)")
-    add("--micro-batches", type=number(int, 1), default=8,
-        help="pipeline: raise it when ranks idle too long (default: 8)")
+    add("--micro-batches", type=number(int, 1), default=4,
+        help="pipeline: raise it when ranks idle too long (default: 4)")
     add("--mode", choices=("sync", "async"), default="sync",
         help="parameter-server: sync waits for all workers and equals DDP (default: sync)")
     add("--kill-worker-after", type=number(int, 1), metavar="STEPS",
@@ -147,41 +149,30 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
 
 def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> None:
     """Refuses what cannot work, before anything is computed. Raises `UserError`."""
-    name, strategy = o.strategy, STRATEGIES[o.strategy]
-    if ranks < strategy.least_ranks or (name == "one" and ranks > 1):
-        need = "1 process" if name == "one" else f"{strategy.least_ranks} ranks or more"
-        raise UserError(
-            f"--strategy {name} needs {need}, not {ranks}: launch with python -m "
-            f"torch.distributed.run --standalone --nproc_per_node={strategy.least_ranks} -m "
-            "labs.strategies, or give --ranks"
-        )
-    if name == "fsdp+tensor" and ranks % 2:
-        raise UserError(f"--strategy fsdp+tensor needs an even number of ranks, not {ranks}")
-    data_ranks = strategy.data_ranks_of(ranks)
-    if o.global_batch < data_ranks:
-        raise UserError(f"--global-batch {o.global_batch} is too small for {data_ranks} parts")
-    if s.max_steps <= WATCHED_STEP:
-        raise UserError(f"--max-steps {s.max_steps}: give {WATCHED_STEP + 1} or more")
-    if s.precision == "fp16" or (s.precision == "bf16" and "fsdp" not in name):
-        raise UserError(f"--precision {s.precision}: only bf16, and with fsdp or fsdp+tensor")
-    if name == "pipeline":
-        if s.model != "tiny":
-            raise UserError("--strategy pipeline cuts the tiny model only: give --model tiny")
-        if s.layers < ranks:
-            raise UserError(f"--layers {s.layers} cannot be {ranks} stages; raise it to {ranks}")
-        if o.global_batch % o.micro_batches or o.micro_batches < ranks:
-            raise UserError(
-                f"--micro-batches {o.micro_batches} should divide --global-batch "
-                f"{o.global_batch} and be at least the {ranks} stages"
-            )
-    if o.kill_worker_after and (name != "parameter-server" or not o.ranks or ranks < 3):
-        raise UserError("--kill-worker-after needs --strategy parameter-server and --ranks 3")
-    if o.save and name != "fsdp":
-        raise UserError("--save needs --strategy fsdp")
-    if o.save and o.save.exists() and (not o.save.is_dir() or any(o.save.iterdir())):
-        raise UserError(f"--save {o.save} already holds something; name a new folder")
-    if o.load and name not in ("one", "ddp", "fsdp"):
-        raise UserError("--load needs --strategy one, ddp or fsdp")
+    name, least = o.strategy, STRATEGIES[o.strategy].least_ranks
+    pipeline, server = name == "pipeline", name == "parameter-server"
+    launch = f"python -m torch.distributed.run --standalone --nproc_per_node={least} -m"
+    for refused, why in (
+        (name == "one" and ranks > 1, "--strategy one is one process: launch with plain python"),
+        (ranks < least, f"--strategy {name} needs {least} ranks or more, not {ranks}: launch with "
+                        f"{launch} labs.strategies, or give --ranks {least}"),
+        (name == "fsdp+tensor" and ranks % 2, f"--strategy {name}: {ranks} ranks are not even"),
+        (s.max_steps <= WATCHED_STEP, f"--max-steps {s.max_steps}: give more than {WATCHED_STEP}"),
+        (s.precision == "fp16" or (s.precision == "bf16" and "fsdp" not in name),
+         f"--precision {s.precision}: only bf16, with --strategy fsdp or fsdp+tensor"),
+        (pipeline and s.model != "tiny", "--strategy pipeline needs --model tiny"),
+        (pipeline and s.layers < ranks, f"--layers {s.layers}: {ranks} stages need as many layers"),
+        (pipeline and (o.global_batch % o.micro_batches or o.micro_batches < ranks),
+         f"--micro-batches {o.micro_batches} should divide --global-batch {o.global_batch} and be "
+         f"at least the {ranks} stages"),
+        (o.kill_worker_after and not (server and o.ranks and ranks > 2),
+         "--kill-worker-after needs --strategy parameter-server and --ranks 3"),
+        (o.save and name != "fsdp", "--save needs --strategy fsdp"),
+        (o.save and o.save.exists(), f"--save {o.save} is already there; name a new folder"),
+        (o.load and name not in ("one", "ddp", "fsdp"), "--load needs --strategy one, ddp or fsdp"),
+    ):  # fmt: skip
+        if refused:
+            raise UserError(why)
 
 
 # ------------------------------------------------------------------------------------------
@@ -190,42 +181,39 @@ def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> N
 
 
 class Strategy:
-    """One process: the whole batch, the whole model; what all others are measured against.
-
-    `model` is what is called, `bare` the module whose parameters are this rank's share.
-    """
+    """One process: the whole batch, the whole model; what all others are measured against."""
 
     least_ranks = 1
+    data_rank, data_ranks, data_group = 0, 1, None  # which part of the batch, of how many
 
-    @staticmethod
-    def data_ranks_of(ranks: int) -> int:
-        """Into how many parts the global batch is divided."""
-        return 1
-
-    def __init__(self, run: Any, options: argparse.Namespace) -> None:
+    def __init__(self, run: reference.Run, options: argparse.Namespace) -> None:
         self.launch, self.settings, self.options = run.launch, run.settings, options
-        self.model = self.bare = self.divide_model(run.model)
+        self.model = self.divide_model(run.model)
+        self.bare = getattr(self.model, "module", self.model)  # without the DDP wrapper
         self.optimizer = reference.build_optimizer(self.bare, self.settings)
         self.losses: list[float] = []  # of the global batch, by step
         self.first_gradients: dict[str, torch.Tensor] = {}
         self.extra: dict[str, Any] = {}  # what only this strategy has to report
 
     def divide_batch(self, batch: dict) -> dict:
-        """The global batch [B, T] → this rank's part [b, T]."""
-        return batch
+        """The global batch [B, T] → this rank's part: rows r, r + N, … as in the reference."""
+        return {name: rows[self.data_rank :: self.data_ranks] for name, rows in batch.items()}
 
     def divide_model(self, model: nn.Module) -> nn.Module:
         """The whole model, equal on all ranks → this rank's share of it."""
         return model
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
-        """Leaves G in the gradients and returns the loss; `tokens` is n of the global batch."""
-        loss = self.model(**part) * valid_targets(part["labels"]) / tokens  # S / n
-        loss.backward()
-        return loss.detach()
+        """Leaves G in the gradients, returns the part's loss; `tokens` is n of the global batch."""
+        loss = self.model(**part) * (valid_targets(part["labels"]) / tokens)  # S_r / n
+        # DDP and FSDP divide the sum over their N ranks by N; N times the loss undoes that.
+        (loss * self.data_ranks).backward()
+        return whole(loss.detach())
 
     def total_loss(self, loss: torch.Tensor) -> float:
-        """The loss of the global batch."""
+        """The loss of the global batch from those of its parts."""
+        if self.data_ranks > 1:
+            dist.all_reduce(loss, group=self.data_group)  # ranks meet: 8 bytes
         return loss.item()
 
     def update(self) -> None:
@@ -244,51 +232,34 @@ class Strategy:
 class DDP(Strategy):
     """The reference's way.
 
-    Batch: rank r of N takes rows r, r + N, …  Model: a full replica. Step: forward and backward on
-    the part. Ranks meet: in the backward pass, which all-reduces gradients bucket by bucket.
+    Batch: divided by rows. Model: a replica on every rank. Step: forward and backward on the part.
+    Ranks meet: in the backward pass, which all-reduces gradients bucket by bucket.
     """
 
     least_ranks = 2
 
-    @staticmethod
-    def data_ranks_of(ranks: int) -> int:
-        return ranks
-
-    def __init__(self, run: Any, options: argparse.Namespace) -> None:
-        super().__init__(run, options)
+    def divide_model(self, model: nn.Module) -> nn.Module:
+        self.data_rank, self.data_ranks = self.launch.rank, self.launch.world_size
         device = self.launch.device
-        self.model = DistributedDataParallel(
-            self.bare, device_ids=[device.index] if device.type == "cuda" else None,
+        return DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )  # fmt: skip
 
-    def divide_batch(self, batch: dict) -> dict:
-        return rows(batch, self.launch.rank, self.launch.world_size)
 
-    def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
-        loss = self.model(**part) * valid_targets(part["labels"]) / tokens  # S_r / n
-        # Ranks meet. DDP and FSDP divide the sum over N ranks by N; N times the loss undoes it.
-        (loss * self.launch.world_size).backward()
-        return loss.detach()
-
-    def total_loss(self, loss: torch.Tensor) -> float:
-        dist.all_reduce(loss)  # ranks meet: 8 bytes
-        return loss.item()
-
-
-class FSDP(DDP):
+class FSDP(Strategy):
     """DDP that keeps only its share of parameters, gradients and optimizer state.
 
     Batch: as in DDP. Model: every tensor is cut in N along its first dimension; each layer, and
     what is left at the root, is put together by an all-gather just before it is needed. Step: as
-    in DDP. Ranks meet: all-gathers in forward and backward, a reduce-scatter of each layer's
-    gradients in place of DDP's all-reduce.
+    in DDP. Ranks meet: all-gathers in forward and backward, and in place of DDP's all-reduce a
+    reduce-scatter of each layer's gradients (Zhao et al. 2023, PyTorch FSDP).
     """
 
-    def __init__(self, run: Any, options: argparse.Namespace) -> None:
-        Strategy.__init__(self, run, options)
+    least_ranks = 2
 
     def divide_model(self, model: nn.Module) -> nn.Module:
+        self.data_rank, self.data_ranks = self.launch.rank, self.launch.world_size
         mesh = init_device_mesh(self.launch.device.type, (self.launch.world_size,))
         return shard_layers(model, mesh, self.settings.precision)
 
@@ -315,7 +286,7 @@ class TensorParallel(Strategy):
 
     least_ranks = 2
 
-    def __init__(self, run: Any, options: argparse.Namespace) -> None:
+    def __init__(self, run: reference.Run, options: argparse.Namespace) -> None:
         super().__init__(run, options)
         for group in self.optimizer.param_groups:  # one kernel for all refuses a mixture of
             group.update(fused=False, foreach=False)  # whole tensors (norms) and divided ones
@@ -325,10 +296,8 @@ class TensorParallel(Strategy):
         return split_matrices(model, mesh)
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
-        with loss_parallel():  # cross_entropy on logits of which each rank has a slice [B·T, V/N]
-            loss = self.model(**part) * (valid_targets(part["labels"]) / tokens)
-            loss.backward()
-        return whole(loss.detach())
+        with loss_parallel():  # cross_entropy of logits of which each rank has a slice [B·T, V/N]
+            return super().forward_backward(part, tokens)
 
 
 class SplitAttention(nn.Module):
@@ -443,28 +412,16 @@ class FSDPTensor(TensorParallel):
 
     least_ranks = 4
 
-    @staticmethod
-    def data_ranks_of(ranks: int) -> int:
-        return ranks // 2
-
     def divide_model(self, model: nn.Module) -> nn.Module:
-        shape = (self.launch.world_size // 2, 2)
-        self.mesh = init_device_mesh(
-            self.launch.device.type, shape, mesh_dim_names=("data", "tensor")
-        )
-        split_matrices(model, self.mesh["tensor"])
-        return shard_layers(model, self.mesh["data"], self.settings.precision)
-
-    def divide_batch(self, batch: dict) -> dict:
-        return rows(batch, self.mesh["data"].get_local_rank(), self.mesh["data"].size())
-
-    def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
-        ranks = self.mesh["data"].size()  # FSDP divides by it, as in DDP
-        return super().forward_backward(part, tokens / ranks) / ranks
-
-    def total_loss(self, loss: torch.Tensor) -> float:
-        dist.all_reduce(loss, group=self.mesh["data"].get_group())  # ranks of a column meet
-        return loss.item()
+        shape, names = (self.launch.world_size // 2, 2), ("data", "tensor")
+        mesh = init_device_mesh(self.launch.device.type, shape, mesh_dim_names=names)
+        self.data_rank, self.data_ranks = mesh["data"].get_local_rank(), shape[0]
+        self.data_group = mesh["data"].get_group()
+        # PyTorch warns that a tensor cut twice takes two gathers to be put together; only the
+        # comparison of the gradients does that.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        split_matrices(model, mesh["tensor"])
+        return shard_layers(model, mesh["data"], self.settings.precision)
 
 
 class Pipeline(Strategy):
@@ -488,26 +445,39 @@ class Pipeline(Strategy):
         self.schedule = schedule(
             self.stage, self.options.micro_batches, self.micro_loss, scale_grads=False
         )
-        self.stopwatch = Stopwatch(device)  # what it does not time is waiting, or idle
         for work in ("forward_one_chunk", "backward_one_chunk"):
-            setattr(self.stage, work, self.stopwatch.timed(getattr(self.stage, work)))
-        self.idle: list[float] = []  # by step
+            setattr(self.stage, work, self.timed(getattr(self.stage, work)))
+        self.idle: list[float] = []  # by step: the share of the time outside these two
         return module
+
+    def timed(self, work: Callable) -> Callable:
+        def run(*args: Any, **options: Any) -> Any:
+            begin = self.now()
+            result = work(*args, **options)
+            self.busy += self.now() - begin
+            return result
+
+        return run
+
+    def now(self) -> float:
+        if self.launch.device.type == "cuda":
+            torch.cuda.synchronize()  # kernels are only queued; waiting for them costs some time
+        return time.perf_counter()
 
     def micro_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """S_j / n of a micro-batch, on the last stage."""
         return summed_loss(logits, labels)[0] / self.tokens
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
-        self.tokens, losses = tokens, []
+        self.tokens, self.busy, losses = tokens, 0.0, []
         first, last = self.stage.is_first, self.stage.is_last
-        self.stopwatch.begin()
+        begin = self.now()
         self.schedule.step(  # ranks meet: every activation and its gradient is sent and awaited
             *([part["input_ids"]] if first else []),
             **({"target": part["labels"], "losses": losses} if last else {}),
             return_outputs=False,
         )
-        self.idle.append(self.stopwatch.idle_share())
+        self.idle.append(1 - self.busy / (self.now() - begin))
         own = torch.zeros((), dtype=torch.float64, device=self.launch.device)
         return own + sum(loss.detach() for loss in losses)
 
@@ -551,41 +521,6 @@ class Stage(nn.Module):
         return self.lm_head(self.norm(x)) if self.last else x
 
 
-class Stopwatch:
-    """The share of a step in which a rank computes; on CUDA from events, which stop nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin(self) -> None:
-        self.start, self.spans = self.now(), []
-
-    def timed(self, function: Callable) -> Callable:
-        def work(*args: Any, **options: Any) -> Any:
-            begin = self.now()
-            result = function(*args, **options)
-            self.spans.append((begin, self.now()))
-            return result
-
-        return work
-
-    def idle_share(self) -> float:
-        """1 − computing / everything since `begin`."""
-        end = self.now()
-        if self.cuda:
-            end.synchronize()
-        seconds = [a.elapsed_time(b) if self.cuda else b - a for a, b in self.spans]
-        total = self.start.elapsed_time(end) if self.cuda else end - self.start
-        return 1 - sum(seconds) / total
-
-
 class ParameterServer(Strategy):
     """Rank 0 keeps the weights and the optimizer; the others compute gradients.
 
@@ -602,18 +537,19 @@ class ParameterServer(Strategy):
     least_ranks = 2
     PUSH, LEAVE = 0.0, 1.0
 
-    @staticmethod
-    def data_ranks_of(ranks: int) -> int:
-        return ranks - 1
-
-    def divide_batch(self, batch: dict) -> dict:
-        return rows(batch, self.launch.rank - 1, self.launch.world_size - 1)
-
     def divide_model(self, model: nn.Module) -> nn.Module:
+        self.data_rank, self.data_ranks = self.launch.rank - 1, self.launch.world_size - 1
         self.group, self.sync = dist.new_group(backend="gloo"), self.options.mode == "sync"
-        self.parameters = list(model.parameters())
-        self.version, self.steps = 0, 0
+        self.parameters, self.version, self.steps = list(model.parameters()), 0, 0
         return model
+
+    def total_loss(self, loss: torch.Tensor) -> float:
+        return loss.item()  # the server adds up
+
+    def pieces(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its part of a vector as long as all of them."""
+        parts = flat.to(self.launch.device).split([p.numel() for p in self.parameters])
+        return ((p, part.view_as(p)) for p, part in zip(self.parameters, parts))
 
     # A worker.
 
@@ -625,10 +561,10 @@ class ParameterServer(Strategy):
 
     def update(self) -> None:
         """Pushes the gradient, pulls the weights: 4 · parameters bytes each way."""
-        self.steps += 1
         is_last = self.launch.rank == self.launch.world_size - 1
-        if self.options.kill_worker_after == self.steps and is_last:
+        if is_last and self.options.kill_worker_after == self.steps:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.steps += 1
         gradient = parameters_to_vector([p.grad for p in self.parameters]).cpu()
         note = torch.tensor([self.PUSH, self.version, self.tokens, self.loss], dtype=torch.float64)
         dist.send(note, 0, self.group)
@@ -636,7 +572,9 @@ class ParameterServer(Strategy):
         dist.recv(note, 0, self.group)  # ranks meet: with --mode sync, all of them
         dist.recv(gradient, 0, self.group)
         self.version = int(note[1])
-        vector_to_parameters(gradient.to(self.launch.device), self.parameters)
+        with torch.no_grad():
+            for parameter, weights in self.pieces(gradient):
+                parameter.copy_(weights)
         self.optimizer.zero_grad(set_to_none=True)
 
     # The server.
@@ -702,10 +640,8 @@ class ParameterServer(Strategy):
         """One update from what has arrived: of everybody alive, or with --mode async of anybody."""
         if not self.arrived or (self.sync and not self.arrived >= self.alive):
             return
-        mean = self.sum.to(self.launch.device) / max(self.tokens, 1)
-        pieces = mean.split([p.numel() for p in self.parameters])
-        for parameter, piece in zip(self.parameters, pieces):
-            parameter.grad = piece.view_as(parameter)
+        for parameter, gradient in self.pieces(self.sum / max(self.tokens, 1)):
+            parameter.grad = gradient
         if not self.version:
             self.first_gradients = {n: g.clone() for n, g in self.gradients().items()}
         self.optimizer.step()
@@ -763,11 +699,6 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     """The Transformer layers of a tiny model or of a `FullCausalLM`."""
     tiny = isinstance(model, reference.TinyCausalTransformer)
     return model.encoder.layers if tiny else model.model.model.layers
-
-
-def rows(batch: dict, index: int, count: int) -> dict:
-    """Rows index, index + count, … of a batch: what the reference's sampler gives that rank."""
-    return {name: values[index::count] for name, values in batch.items()}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -922,8 +853,15 @@ def load_sharded(strategy: Strategy, folder: Path, alone: bool) -> int:
             parameter.grad = torch.zeros_like(parameter)
     strategy.update()  # creates the optimizer's state; all values come from the files
     state = training_state(strategy, 0)
-    dcp.load(state, checkpoint_id=folder, no_dist=alone)
+    read_shards(state, folder, alone)
     return int(state["step"])
+
+
+def read_shards(state: dict[str, torch.Tensor], folder: Path, alone: bool) -> None:
+    """Fills the tensors of `state`, or this rank's slices of them."""
+    with warnings.catch_warnings():  # that one process is meant to read alone
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder, no_dist=alone)
 
 
 def reference_model(folder: Path) -> reference.TinyCausalTransformer:
@@ -933,19 +871,28 @@ def reference_model(folder: Path) -> reference.TinyCausalTransformer:
         raise UserError(f"{folder} holds no tiny model")
     model = reference.TinyCausalTransformer(**config)
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    read_shards(state, folder, alone=True)
     return model
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Reads PyTorch's index of a sharded checkpoint, which is a pickle, and nothing else."""
+PLAIN = {  # what PyTorch's index of a sharded checkpoint, a pickle, may refer to
+    "torch": {"Size", "float32", "int64"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
+}  # fmt: skip
 
-    ALLOWED = {
-        "collections": {"OrderedDict"}, "pathlib": {"PosixPath", "WindowsPath"},
-    }  # fmt: skip
+
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickles what is `PLAIN`, and refuses the rest."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in self.ALLOWED.get(module, ()):
+        if name not in PLAIN.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         return super().find_class(module, name)
 
@@ -997,7 +944,7 @@ def global_batches(run: reference.Run, size: int) -> Iterator[dict]:
 
 
 def train(
-    strategy: Strategy, batches: Iterator[dict], done: int = 0, saver: Saver | None = None
+    strategy: Strategy, batches: Iterable[dict], done: int, saver: Saver | None = None
 ) -> dict:
     """Trains from step `done` to the last one; returns what this rank measured.
 
@@ -1034,7 +981,7 @@ def train(
     return {
         "parameters": nbytes(parameters), "gradients": gradients, "optimizer": nbytes(state),
         "activations": peak, "traffic": watch.traffic if watch else {},
-        "seconds": statistics.median(seconds[WATCHED_STEP:] or [math.nan]),
+        "seconds": statistics.median(seconds[WATCHED_STEP:] or [0.0]),  # a server has none
         "idle": statistics.mean(getattr(strategy, "idle", [])[WATCHED_STEP:] or [0.0]),
     }  # fmt: skip
 
@@ -1043,58 +990,52 @@ def run_strategy(
     launch: reference.Launch, options: argparse.Namespace, settings: argparse.Namespace
 ) -> None:
     """One strategy on the ranks that were launched, beside one process. Ranks meet."""
-    config = read_config(options.load) if options.load else {}
-    reference.choose_device(launch, settings)
+    o, s, name, server = options, settings, options.strategy, options.strategy == "parameter-server"
+    saved = read_config(o.load) if o.load else {}
+    reference.choose_device(launch, s)
     reference.set_up(launch)
     gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
-    if launch.device.type == "cuda" and gloo and options.strategy not in ("parameter-server",):
-        raise UserError(f"--strategy {options.strategy} on CUDA needs a GPU per rank; use --cpu")
-    run = build(launch, settings)
-    if len(run.data.train) < options.global_batch:
-        raise UserError(
-            f"--global-batch {options.global_batch}: the corpus has {len(run.data.train)} samples"
-        )
-    shape = {"model": settings.model, **getattr(run.model, "config", {"base": settings.base_model})}
-    if different := [name for name in shape if options.load and config.get(name) != shape[name]]:
-        name = different[0]
-        raise UserError(f"--load: {name} was {config.get(name)} there and is {shape[name]} here")
+    if launch.device.type == "cuda" and gloo and not server:
+        raise UserError(f"--strategy {name} on CUDA needs NCCL and a GPU per rank; use --cpu")
+    run = build(launch, s)
+    if len(run.data.train) < o.global_batch:
+        raise UserError(f"--global-batch {o.global_batch} of {len(run.data.train)} samples")
+    shape = {"model": s.model, **getattr(run.model, "config", {"base": s.base_model})}
+    for what in (what for what in shape if o.load and saved.get(what) != shape[what]):
+        raise UserError(f"--load: {what} was {saved.get(what)} there and is {shape[what]} here")
+    batches = functools.partial(global_batches, run, o.global_batch)
+    alone = dataclasses.replace(run, model=copy.deepcopy(run.model))
+    strategy, baseline, done = STRATEGIES[name](run, o), None, 0
+    if o.global_batch < strategy.data_ranks:
+        raise UserError(f"--global-batch {o.global_batch} for {strategy.data_ranks} parts")
     for what, chosen, why in launch.choices:
         launch.say(f"{what:10} {chosen} ({why})")
 
-    baseline = None
-    if launch.rank == 0 and not options.no_baseline:
-        alone = dataclasses.replace(run, model=copy.deepcopy(run.model))
-        baseline = Strategy(alone, options)
-        done = load_sharded(baseline, options.load, alone=True) if options.load else 0
-        train(baseline, global_batches(run, options.global_batch), done)
     with reference.Watchdog(launch):
-        strategy = STRATEGIES[options.strategy](run, options)
-        done, saver = 0, None
-        if options.load:
-            done = load_sharded(strategy, options.load, alone=launch.world_size == 1)
-        if options.save:
-            saver = Saver(strategy, options.save, settings.max_steps // 2, shape)
-        if options.strategy == "parameter-server" and launch.rank == 0:
+        if launch.rank == 0 and not o.no_baseline:
+            baseline = Strategy(alone, o)
+            train(baseline, batches(), load_sharded(baseline, o.load, True) if o.load else 0)
+        if o.load:
+            done = load_sharded(strategy, o.load, alone=launch.world_size == 1)
+        saver = Saver(strategy, o.save, s.max_steps // 2, shape) if o.save else None
+        if server and launch.rank == 0:
             strategy.serve()
-            batches = iter(())
-        else:
-            batches = global_batches(run, options.global_batch)
-        measured = train(strategy, batches, done, saver)
+        measured = train(strategy, () if server and launch.rank == 0 else batches(), done, saver)
         if saver:
             saver.finish()
         ranks = strategy.collect(measured)
     if launch.rank == 0:
         report = {
-            "strategy": options.strategy, "done": done, "losses": strategy.losses, "ranks": ranks,
+            "strategy": name, "done": done, "losses": strategy.losses, "ranks": ranks,
             **strategy.extra,
         }  # fmt: skip
-        exact = options.strategy != "parameter-server" or (strategy.sync and not strategy.lost)
-        if baseline and exact:
+        exact = baseline and not (server and (strategy.lost or not strategy.sync))
+        if exact:
             report |= differences(strategy, baseline)
-        print_report(report, baseline.losses if baseline and exact else [], launch)
-        if options.report:
-            reference.write_json(options.report, report)
-        if settings.precision == "fp32":
+        print_report(report, baseline.losses if exact else [], launch)
+        if o.report:
+            reference.write_json(o.report, report)
+        if exact and s.precision == "fp32":
             require_equal(report)
 
 
@@ -1103,17 +1044,14 @@ def differences(strategy: Strategy, baseline: Strategy) -> dict[str, float]:
     ours, theirs = strategy.first_gradients, baseline.first_gradients
     if ours.keys() != theirs.keys():
         raise RunError(f"gradients are missing: {sorted(ours.keys() ^ theirs.keys())}")
-    relative = [
-        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
-        for name in theirs
-    ]
+    relative = [float((ours[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()]
     losses = [abs(a - b) for a, b in zip(strategy.losses, baseline.losses, strict=True)]
     return {"gradient_difference": max(relative), "loss_difference": max(losses)}
 
 
 def require_equal(report: dict) -> None:
     """Raises `RunError` unless gradients and losses are those of one process, within rounding."""
-    gradient, loss = report.get("gradient_difference", 0), report.get("loss_difference", 0)
+    gradient, loss = report["gradient_difference"], report["loss_difference"]
     if not (gradient <= GRADIENT_LIMIT and loss <= LOSS_LIMIT):  # NaN fails too
         raise RunError(
             f"{report['strategy']} differs from one process: gradients of the first step by "
@@ -1126,35 +1064,41 @@ def print_report(report: dict, alone: list[float], launch: reference.Launch) -> 
     for index, loss in enumerate(report["losses"]):
         beside = f"   one process {alone[index]:.6f}" if alone else ""
         launch.say(f"step {report['done'] + index + 1:3}   loss {loss:.6f}{beside}")
-    if "loss_difference" in report:
+    if alone:
         launch.say(
-            f"difference to one process: gradients of the first step {relative_text(report)} of a "
-            f"tensor's largest value, losses {report['loss_difference']:.1e}"
+            "difference to one process: gradients of the first step "
+            f"{report['gradient_difference']:.1e} of a tensor's largest value, losses "
+            f"{report['loss_difference']:.1e}"
         )
     for rank, r in enumerate(report["ranks"]):
-        held = (
-            f"{name} {r[name] / 1e6:.2f}"
-            for name in ("parameters", "gradients", "optimizer", "activations")
-        )
-        text = f"MB: {', '.join(held)}; sent a step: {traffic_text(r['traffic'])}" if r else "gone"
-        paced = r and r["seconds"] > 0
-        launch.say(f"rank {rank}  {text}" + (f"; {1e3 * r['seconds']:.0f} ms a step" * bool(paced)))
+        held = "gone" if r is None else f"MB: {', '.join(f'{n} {r[n] / 1e6:.2f}' for n in MEMORY)}"
+        sent = f"; sent a step: {traffic_text(r['traffic'])}" if r else ""
+        pace = f"; {1e3 * r['seconds']:.0f} ms a step" if r and r["seconds"] else ""
+        launch.say(f"rank {rank}     {held}{sent}{pace}")
+    for note in notes_of(report):
+        launch.say(note)
+
+
+def notes_of(report: dict) -> list[str]:
+    """What only a pipeline and a parameter server have to say."""
+    notes = []
     if "bubble" in report:
         measured, formula = report["bubble"]["measured"], report["bubble"]["formula"]
-        launch.say(f"bubble     idle {measured:.1%}; (N − 1) / (m + N − 1) = {formula:.1%}")
-    if "staleness" in report:
-        launch.say(f"staleness  {report['staleness']} (updates behind: gradients)")
-
-
-def relative_text(report: dict) -> str:
-    return f"{report['gradient_difference']:.1e}"
+        notes.append(f"idle {measured:.0%}, (N − 1) / (m + N − 1) = {formula:.0%}")
+    if set(report.get("staleness", {})) - {0, "0"}:
+        counts = ", ".join(f"{count} × {by}" for by, count in report["staleness"].items())
+        notes.append(f"staleness of gradients, in updates: {counts}")
+    return notes
 
 
 def traffic_text(traffic: dict[str, Sequence[float]]) -> str:
     """'2 × all-reduce 3.41 MB, …', or 'nothing'."""
-    return ", ".join(
-        f"{count:g} × {name} {size / 1e6:.3g} MB" for name, (count, size) in traffic.items()
-    ) or "nothing"  # fmt: skip
+
+    def amount(size: float) -> str:
+        return f"{size / 1e6:.3g} MB" if size >= 1e4 else f"{size:.0f} B"
+
+    parts = [f"{count:.3g} × {name} {amount(size)}" for name, (count, size) in traffic.items()]
+    return ", ".join(parts) or "nothing"
 
 
 # ------------------------------------------------------------------------------------------
@@ -1257,13 +1201,11 @@ def compare(options: argparse.Namespace, flags: list[str]) -> None:
             raise RunError(f"{name} failed with statuses {statuses}; see {log}")
         reports.append({"name": name, **json.loads(result.read_text("utf-8"))})
         print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
-    lines = [table_row(report) for report in reports]
-    text, markdown = as_text(lines), as_markdown(lines)
-    for suffix, content in (("txt", text), ("md", markdown)):
-        with open(folder / f"strategies.{suffix}", "w", encoding="utf-8") as file:
-            file.write(content)
+    table = as_table([HEADER, *map(table_row, reports)])
+    for name in ("strategies.txt", "strategies.md"):  # aligned Markdown reads well as text
+        reference.write_file(folder / name, lambda file: file.write(table.encode("utf-8")))
     draw(reports, folder / "strategies.png")
-    print(f"\n{text}\nwritten to {folder}: strategies.txt strategies.md strategies.png")
+    print(f"\n{table}\nwritten to {folder}: strategies.txt strategies.md strategies.png")
 
 
 def table_row(report: dict) -> list[str]:
@@ -1273,37 +1215,23 @@ def table_row(report: dict) -> list[str]:
     def by_rank(values: list[str]) -> str:
         return " / ".join(values) if len(set(values)) > 1 else values[0]
 
-    notes = []
-    if "bubble" in report:
-        bubble = report["bubble"]
-        notes.append(f"idle {bubble['measured']:.0%} (formula {bubble['formula']:.0%})")
-    if any(report.get("staleness", {}).keys() - {"0"}):
-        counts = ", ".join(f"{k}: {v}" for k, v in report["staleness"].items())
-        notes.append(f"gradients by staleness {counts}")
     exact = "loss_difference" in report
     busiest = max(ranks, key=lambda r: sum(size for _, size in r["traffic"].values()))
-    seconds = [r["seconds"] for r in ranks if r["seconds"] > 0]
     return [
         report["name"], str(len(ranks)), f"{report['gradient_difference']:.0e}" if exact else "–",
         f"{report['loss_difference']:.0e}" if exact else "–",
         *(by_rank([f"{r[name] / 1e6:.2f}" for r in ranks]) for name in MEMORY),
-        traffic_text(busiest["traffic"]), f"{1e3 * max(seconds):.0f}", "; ".join(notes),
+        traffic_text(busiest["traffic"]), f"{1e3 * max(r['seconds'] for r in ranks):.0f}",
+        "; ".join(notes_of(report)),
     ]  # fmt: skip
 
 
-def as_text(lines: list[list[str]]) -> str:
-    """The table in columns."""
-    table = [list(HEADER), *lines]
-    widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() + "\n"
-        for line in table
-    )
-
-
-def as_markdown(lines: list[list[str]]) -> str:
-    table = [list(HEADER), ["---"] * len(HEADER), *lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in table)
+def as_table(lines: Sequence[Sequence[str]]) -> str:
+    """Cells as Markdown, padded so that columns stand under each other."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
+    rows = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def draw(reports: list[dict], path: Path) -> None:
@@ -1313,36 +1241,29 @@ def draw(reports: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(12, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    memory, traffic, seconds = figure.subplots(1, 3, sharey=True, width_ratios=(5, 3, 3))
-    bars = [(report, rank) for report in reports for rank in report["ranks"]]
-    places, labels, at = [], [], 0.0
-    for report in reports:
-        height = 0.9 / len(report["ranks"])
-        for index in range(len(report["ranks"])):
-            places.append((at + height * (index + 0.5) - 0.45, 0.9 * height))
-        labels.append(f"{report['name']}\n{len(report['ranks'])} rank" + "s" * (at > 0))
-        at += 1
-    heights = [height for _, height in places]
-    positions = [position for position, _ in places]
+    memory, traffic, seconds = figure.subplots(1, 3, sharey=True, width_ratios=(5, 4, 3))
+    ranks = [rank for report in reports for rank in report["ranks"]]
+    counts = [len(report["ranks"]) for report in reports]
+    places = [at - 0.45 + 0.9 * (i + 0.5) / n for at, n in enumerate(counts) for i in range(n)]
+    heights = [0.8 / n for n in counts for _ in range(n)]
 
-    def stack(axes: Any, parts: dict[str, list[float]]) -> None:
-        left = [0.0] * len(bars)
+    def stack(axes: Any, title: str, unit: str, parts: dict[str, list[float]]) -> None:
+        left = [0.0] * len(ranks)
         for name, values in parts.items():
-            axes.barh(positions, values, heights, left=left, label=name)
+            axes.barh(places, values, heights, left=left, label=name)
             left = [a + b for a, b in zip(left, values)]
-        axes.legend(fontsize=8)
+        axes.set(title=title, xlabel=unit, xlim=(0, 1.05 * max(left)))
         axes.grid(axis="x", alpha=0.3)
 
-    stack(memory, {name: [rank[name] / 1e6 for _, rank in bars] for name in MEMORY})
-    kinds = sorted({kind for _, rank in bars for kind in rank["traffic"]})
-    stack(traffic, {
-        kind: [rank["traffic"].get(kind, (0, 0))[1] / 1e6 for _, rank in bars] for kind in kinds
-    })  # fmt: skip
-    stack(seconds, {"step": [1e3 * max(rank["seconds"], 0) for _, rank in bars]})
-    memory.set(title="Memory of each rank", xlabel="MB")
-    traffic.set(title="Sent in a step by each rank", xlabel="MB")
-    seconds.set(title="Time of a step", xlabel="ms")
-    memory.set_yticks(range(len(reports)), labels)
+    stack(memory, "Memory, a bar per rank", "MB", {n: [r[n] / 1e6 for r in ranks] for n in MEMORY})
+    kinds = sorted({kind for rank in ranks for kind in rank["traffic"]})
+    sent = {kind: [r["traffic"].get(kind, (0, 0))[1] / 1e6 for r in ranks] for kind in kinds}
+    stack(traffic, "Sent in a step", "MB", sent)
+    stack(seconds, "Time of a step", "ms", {"step": [1e3 * r["seconds"] for r in ranks]})
+    for axes in (memory, traffic):
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+    names = [f"{r['name']}\n{len(r['ranks'])} rank{'s' * (len(r['ranks']) > 1)}" for r in reports]
+    memory.set_yticks(range(len(reports)), names)
     memory.invert_yaxis()
     reference.write_file(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
