@@ -42,6 +42,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import multiprocessing.connection
 import os
 import pickle
@@ -85,7 +86,7 @@ from llm_ddp_parallel_training import RunError, UserError, summed_loss, valid_ta
 WATCHED_STEP = 3  # traffic and memory are counted there: DDP arranges its buckets until step 2
 GRADIENT_LIMIT = 1e-5  # of the first step, relative to the largest value of the same tensor
 LOSS_LIMIT = 1e-4  # nats per token, at every step
-PATIENCE_S = 300  # after which ranks that this process started are ended
+PATIENCE_S = 300  # after which --compare ends a strategy
 
 # ------------------------------------------------------------------------------------------
 # Settings
@@ -563,7 +564,7 @@ class ParameterServer(Strategy):
         """Pushes the gradient, pulls the weights: 4 · parameters bytes each way."""
         is_last = self.launch.rank == self.launch.world_size - 1
         if is_last and self.options.kill_worker_after == self.steps:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
         self.steps += 1
         gradient = parameters_to_vector([p.grad for p in self.parameters]).cpu()
         note = torch.tensor([self.PUSH, self.version, self.tokens, self.loss], dtype=torch.float64)
@@ -924,8 +925,11 @@ def build(launch: reference.Launch, settings: argparse.Namespace) -> reference.R
     """Model, equal on all ranks, and data. Of Qwen all weights are trained. Ranks meet."""
     if settings.model == "tiny":
         return reference.build_tiny(launch, settings)
+    for turn in (launch.rank == 0, launch.rank != 0):  # a download happens once
+        with reference.together(launch):
+            if turn:
+                base, tokenizer = reference.load_base(settings)
     with reference.together(launch):
-        base, tokenizer = reference.load_base(settings)
         data = reference.build_data(settings, tokenizer)
     model = FullCausalLM(base.float()).train().to(launch.device)
     collate = reference.qwen_collator(tokenizer, settings)
@@ -1117,12 +1121,14 @@ def run_rank(argv: list[str], environment: dict[str, str], log: str | None) -> N
 
 
 def start_ranks(
-    ranks: int, argv: list[str], log: Path | None = None, may_die: bool = False
-) -> list[int]:
+    ranks: int, argv: list[str], log: Path | None = None, may_die: bool = False,
+    patience: float = math.inf,
+) -> list[int]:  # fmt: skip
     """Runs `main(argv)` in so many processes; returns their exit statuses.
 
     Where the system allows it they are forked from a server that has imported PyTorch once. When
-    one fails, the others are ended, as torchrun does, unless they `may_die`.
+    one fails, the others are ended, as torchrun does, unless they `may_die`; after `patience`
+    seconds, all.
     """
     forks = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
@@ -1142,7 +1148,7 @@ def start_ranks(
             arguments = (argv, environment, str(log) if log else None)
             processes.append(context.Process(target=run_rank, args=arguments))
             processes[-1].start()
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + patience
         while any(p.exitcode is None for p in processes) and time.monotonic() < end:
             if not may_die and any(p.exitcode for p in processes):
                 end = min(end, time.monotonic() + 2 * reference.PEER_LOSS_GRACE_S)
@@ -1179,13 +1185,21 @@ HEADER = (
 )  # fmt: skip
 
 
-def compare(options: argparse.Namespace, flags: list[str]) -> None:
+def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: list[str]) -> None:
     """Runs all strategies one after the other; writes table, picture and reports."""
+    flags = [
+        "--global-batch", str(options.global_batch),
+        "--micro-batches", str(options.micro_batches), *flags,
+    ]  # fmt: skip
+    for _, ranks, own in COMPARED:
+        parsed = parse_options([*own, *flags])
+        check_options(*parsed[:2], ranks)
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = options.output_dir or Path("runs") / f"strategies-{now}"
     if folder.exists() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"--output-dir {folder} already holds something; give --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count() if settings.device in ("auto", "cuda") else 0
     reports = []
     for name, ranks, own in COMPARED:
         begin = time.monotonic()
@@ -1193,9 +1207,11 @@ def compare(options: argparse.Namespace, flags: list[str]) -> None:
         log, result = folder / f"{slug}.log", folder / f"{slug}.json"
         for old in (log, result):
             old.unlink(missing_ok=True)
-        shared = ["--global-batch", str(options.global_batch)]
-        shared += ["--micro-batches", str(options.micro_batches), "--report", str(result)]
-        statuses = start_ranks(ranks, [*own, *shared, *flags], log)
+        if 0 < gpus < ranks and "server" not in name:
+            print(f"{name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
+            continue
+        argv = [*own, "--report", str(result), *flags]
+        statuses = start_ranks(ranks, argv, log, patience=PATIENCE_S)
         if any(statuses):
             print(log.read_text("utf-8", errors="replace"), file=sys.stderr)
             raise RunError(f"{name} failed with statuses {statuses}; see {log}")
@@ -1236,6 +1252,7 @@ def as_table(lines: Sequence[Sequence[str]]) -> str:
 
 def draw(reports: list[dict], path: Path) -> None:
     """Three panels with a bar per rank: memory stacked, bytes sent by collective, time."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -1247,19 +1264,21 @@ def draw(reports: list[dict], path: Path) -> None:
     places = [at - 0.45 + 0.9 * (i + 0.5) / n for at, n in enumerate(counts) for i in range(n)]
     heights = [0.8 / n for n in counts for _ in range(n)]
 
-    def stack(axes: Any, title: str, unit: str, parts: dict[str, list[float]]) -> None:
+    def stack(axes: Any, title: str, unit: str, colors: str, parts: dict[str, list[float]]) -> None:
         left = [0.0] * len(ranks)
-        for name, values in parts.items():
-            axes.barh(places, values, heights, left=left, label=name)
+        for color, (name, values) in zip(colormaps[colors].colors, parts.items()):
+            axes.barh(places, values, heights, left=left, label=name, color=color)
             left = [a + b for a, b in zip(left, values)]
         axes.set(title=title, xlabel=unit, xlim=(0, 1.05 * max(left)))
         axes.grid(axis="x", alpha=0.3)
 
-    stack(memory, "Memory, a bar per rank", "MB", {n: [r[n] / 1e6 for r in ranks] for n in MEMORY})
+    held = {name: [r[name] / 1e6 for r in ranks] for name in MEMORY}
+    stack(memory, "Memory, a bar per rank", "MB", "tab10", held)
     kinds = sorted({kind for rank in ranks for kind in rank["traffic"]})
     sent = {kind: [r["traffic"].get(kind, (0, 0))[1] / 1e6 for r in ranks] for kind in kinds}
-    stack(traffic, "Sent in a step", "MB", sent)
-    stack(seconds, "Time of a step", "ms", {"step": [1e3 * r["seconds"] for r in ranks]})
+    stack(traffic, "Sent in a step", "MB", "Set2", sent)
+    times = {"step": [1e3 * r["seconds"] for r in ranks]}
+    stack(seconds, "Time of a step", "ms", "Dark2", times)
     for axes in (memory, traffic):
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     names = [f"{r['name']}\n{len(r['ranks'])} rank{'s' * (len(r['ranks']) > 1)}" for r in reports]
@@ -1281,13 +1300,13 @@ def main(argv: Sequence[str] | None = None, started: bool = False) -> None:
             flag = "--compare" if options.compare else "--ranks"
             raise UserError(f"{flag} starts the ranks itself: use python -m labs.strategies")
         if options.compare:
-            return compare(options, flags)
+            return compare(options, settings, flags)
         check_options(options, settings, options.ranks or launch.world_size)
         if options.ranks and not started:
-            statuses = start_ranks(
-                options.ranks, argv, may_die=options.strategy == "parameter-server"
-            )
-            return sys.exit(next((status for status in statuses if status > 0), 0))
+            may_die = options.strategy == "parameter-server"
+            statuses = start_ranks(options.ranks, argv, may_die=may_die)
+            status = statuses[0] if may_die else next(filter(None, statuses), 0)
+            sys.exit(status if status >= 0 else 128 - status)  # as shells say a signal's number
         run_strategy(launch, options, settings)
         if launch.world_size > 1 and options.strategy != "parameter-server":
             dist.barrier()  # ranks meet: none leaves while others are busy

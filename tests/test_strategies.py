@@ -43,7 +43,7 @@ def run_ranks(folder: Path, ranks: int, *flags: object, may_die: bool = False):
     for old in (log, report):
         old.unlink(missing_ok=True)
     argv = [*SMALL, *map(str, flags), "--ranks", str(ranks), "--report", str(report)]
-    statuses = strategies.start_ranks(ranks, argv, log, may_die)
+    statuses = strategies.start_ranks(ranks, argv, log, may_die, patience=100)
     text = log.read_text("utf-8")
     return statuses, text, json.loads(report.read_text("utf-8")) if report.exists() else text
 
@@ -274,6 +274,7 @@ def refused(*flags: object) -> tuple[int, str]:
         ("--strategy parameter-server --ranks 2 --kill-worker-after 1", "--ranks 3"),
         ("--strategy magic", "invalid choice"),
         ("--compare --output-dir tests", "already holds something"),
+        ("--compare --layers 1", "--layers 1"),
         ("", "--strategy"),
     ],
 )
