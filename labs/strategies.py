@@ -192,7 +192,8 @@ class Strategy:
         self.model = self.divide_model(run.model)
         self.bare = getattr(self.model, "module", self.model)  # without the DDP wrapper
         self.optimizer = reference.build_optimizer(self.bare, self.settings)
-        self.losses: list[float] = []  # of the global batch, by step
+        self.losses: list[float] = []  # of the global batch, by step after `done`
+        self.done, self.shown, self.expected = 0, False, []  # expected: those of one process
         self.first_gradients: dict[str, torch.Tensor] = {}
         self.extra: dict[str, Any] = {}  # what only this strategy has to report
 
@@ -220,6 +221,14 @@ class Strategy:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def record(self, loss: float) -> None:
+        """Notes the loss of a step, and shows it beside that of one process."""
+        self.losses.append(loss)
+        at = len(self.losses)
+        beside = f"   one process {self.expected[at - 1]:.6f}" if self.expected else ""
+        if self.shown:
+            self.launch.say(f"step {self.done + at:3}   loss {loss:.6f}{beside}")
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient by the reference's names, on the CPU of rank 0 at least."""
@@ -358,7 +367,7 @@ def split_matrices(model: nn.Module, mesh: Any) -> nn.Module:
     once = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     if isinstance(model, reference.TinyCausalTransformer):
         causal, embedding, head = model, "token_emb", "lm_head"
-        require_divisible(ranks, heads=model.config["heads"])
+        require_divisible(ranks, {"attention heads": model.config["heads"]})
         for index, layer in enumerate(model.encoder.layers):
             model.encoder.layers[index] = SplitLayer(layer)
         plan = {
@@ -369,10 +378,11 @@ def split_matrices(model: nn.Module, mesh: Any) -> nn.Module:
     else:
         causal, embedding, head = model.model, "model.embed_tokens", "lm_head"
         config, hidden = causal.config, {"hidden_states": Replicate()}
-        require_divisible(
-            ranks, heads=config.num_attention_heads, key_value_heads=config.num_key_value_heads,
-            columns_of_the_feed_forward=config.intermediate_size,
-        )  # fmt: skip
+        require_divisible(ranks, {
+            "attention heads": config.num_attention_heads,
+            "key-value heads": config.num_key_value_heads,
+            "feed-forward columns": config.intermediate_size,
+        })  # fmt: skip
         plan = {
             "self_attn": PrepareModuleInput(
                 input_kwarg_layouts=hidden, desired_input_kwarg_layouts=hidden
@@ -396,11 +406,11 @@ def split_matrices(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def require_divisible(ranks: int, **counts: int) -> None:
+def require_divisible(ranks: int, counts: dict[str, int]) -> None:
     """Raises `UserError` unless every count can be divided evenly over the ranks."""
     if any(count % ranks for count in counts.values()):
-        have = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
-        raise UserError(f"tensor parallelism over {ranks} ranks must divide {have} evenly")
+        have = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        raise UserError(f"tensor parallelism over {ranks} ranks must divide evenly: {have}")
 
 
 class FSDPTensor(TensorParallel):
@@ -492,6 +502,7 @@ class Pipeline(Strategy):
 
     def collect(self, report: dict) -> list[dict | None]:
         n, m = self.launch.world_size, self.options.micro_batches
+        report["idle"] = statistics.mean(self.idle[WATCHED_STEP:] or [0.0])
         reports = super().collect(report)
         idle = statistics.mean(r["idle"] for r in reports)
         self.extra["bubble"] = {"measured": idle, "formula": (n - 1) / (m + n - 1)}
@@ -618,7 +629,7 @@ class ParameterServer(Strategy):
             if "peer" not in str(error):  # Gloo's word when a connection breaks
                 raise
             with self.turn:
-                self.lost[worker] = self.version
+                self.lost[worker], self.expected = self.version, []  # its share is missing
             self.launch.say(f"rank {worker} is gone after update {self.version}; the others go on")
         finally:
             with self.turn:
@@ -647,7 +658,7 @@ class ParameterServer(Strategy):
             self.first_gradients = {n: g.clone() for n, g in self.gradients().items()}
         self.optimizer.step()
         self.version += 1
-        self.losses.append(self.loss / max(self.tokens, 1))
+        self.record(self.loss / max(self.tokens, 1))
         self.launch.where.enter("update", meets=True)
         self.loss, self.tokens = 0.0, 0
         self.sum.zero_()
@@ -772,7 +783,7 @@ class Watch(TorchDispatchMode):
         if any(t not in (torch.Tensor, nn.Parameter) for t in types):
             return NotImplemented  # a DTensor first takes itself apart, into what is counted here
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             name = func.overloadpacket.__name__
             if name not in NOT_SENT:
                 sizes = [nbytes(tensors_in(value)) for value in (*args, result)]
@@ -835,16 +846,16 @@ class Saver:
             self.future.result()
             if self.strategy.launch.rank == 0:
                 reference.write_json(self.folder / "config.json", self.config)
-        except Exception as error:  # of the disk or of another rank, in many wrappings
-            raise RunError(f"--save {self.folder}: {reference.reason_of(error)}") from error
+        except (Exception, dcp.CheckpointException) as error:  # of the disk or of another rank
+            raise RunError(f"--save {self.folder}: {first_cause(error)}") from error
         self.strategy.launch.say(
             f"saved      {self.folder}, state of step {self.after}: copied in "
             f"{1e3 * self.copied:.0f} ms, {self.meanwhile} steps ended while it was written"
         )
 
 
-def load_sharded(strategy: Strategy, folder: Path, alone: bool) -> int:
-    """Fills weights and optimizer state from a sharded checkpoint; returns its step.
+def load_sharded(strategy: Strategy, folder: Path, alone: bool) -> None:
+    """Fills weights, optimizer state and number of steps from a sharded checkpoint.
 
     Each rank reads what it holds, from the files of however many ranks wrote them. `alone`: this
     process reads for itself, without the others.
@@ -855,14 +866,23 @@ def load_sharded(strategy: Strategy, folder: Path, alone: bool) -> int:
     strategy.update()  # creates the optimizer's state; all values come from the files
     state = training_state(strategy, 0)
     read_shards(state, folder, alone)
-    return int(state["step"])
+    strategy.done = int(state["step"])
 
 
 def read_shards(state: dict[str, torch.Tensor], folder: Path, alone: bool) -> None:
-    """Fills the tensors of `state`, or this rank's slices of them."""
-    with warnings.catch_warnings():  # that one process is meant to read alone
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder, no_dist=alone)
+    """Fills the tensors of `state`, or this rank's slices. Raises `UserError` for damaged files."""
+    try:
+        with warnings.catch_warnings():  # that one process is meant to read alone
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=folder, no_dist=alone)
+    except (Exception, dcp.CheckpointException) as error:  # the latter holds each rank's own
+        raise UserError(f"--load {folder}: {first_cause(error)}") from None
+
+
+def first_cause(error: BaseException) -> str:
+    """What went wrong on the first rank where something did, in one line."""
+    causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+    return reference.reason_of(causes[0])
 
 
 def reference_model(folder: Path) -> reference.TinyCausalTransformer:
@@ -947,15 +967,13 @@ def global_batches(run: reference.Run, size: int) -> Iterator[dict]:
         yield from loader
 
 
-def train(
-    strategy: Strategy, batches: Iterable[dict], done: int, saver: Saver | None = None
-) -> dict:
-    """Trains from step `done` to the last one; returns what this rank measured.
+def train(strategy: Strategy, batches: Iterable[dict], saver: Saver | None = None) -> dict:
+    """Trains from step `strategy.done` to the last one; returns what this rank measured.
 
     Bytes of parameters, gradients, optimizer (at the end), activations (the peak) and traffic of
     one step, and the median seconds of the steps after it, whose counting takes time.
     """
-    launch, device = strategy.launch, strategy.launch.device
+    launch, device, done = strategy.launch, strategy.launch.device, strategy.done
     parameters = list(strategy.bare.parameters())
     watch, seconds, gradients, peak = None, [], 0, 0
     for step, batch in zip(range(1, strategy.settings.max_steps + 1), batches):
@@ -977,7 +995,7 @@ def train(
                 known = [*parameters, *(p.grad for p in parameters), *state]
                 watch = Watch(known, parameters)
             strategy.update()
-            strategy.losses.append(strategy.total_loss(loss))
+            strategy.record(strategy.total_loss(loss))
         seconds.append(time.perf_counter() - begin)
         if saver:
             saver.after_step(step)
@@ -986,7 +1004,6 @@ def train(
         "parameters": nbytes(parameters), "gradients": gradients, "optimizer": nbytes(state),
         "activations": peak, "traffic": watch.traffic if watch else {},
         "seconds": statistics.median(seconds[WATCHED_STEP:] or [0.0]),  # a server has none
-        "idle": statistics.mean(getattr(strategy, "idle", [])[WATCHED_STEP:] or [0.0]),
     }  # fmt: skip
 
 
@@ -1009,7 +1026,7 @@ def run_strategy(
         raise UserError(f"--load: {what} was {saved.get(what)} there and is {shape[what]} here")
     batches = functools.partial(global_batches, run, o.global_batch)
     alone = dataclasses.replace(run, model=copy.deepcopy(run.model))
-    strategy, baseline, done = STRATEGIES[name](run, o), None, 0
+    strategy, baseline = STRATEGIES[name](run, o), None
     if o.global_batch < strategy.data_ranks:
         raise UserError(f"--global-batch {o.global_batch} for {strategy.data_ranks} parts")
     for what, chosen, why in launch.choices:
@@ -1018,28 +1035,28 @@ def run_strategy(
     with reference.Watchdog(launch):
         if launch.rank == 0 and not o.no_baseline:
             baseline = Strategy(alone, o)
-            train(baseline, batches(), load_sharded(baseline, o.load, True) if o.load else 0)
+            if o.load:
+                load_sharded(baseline, o.load, alone=True)
+            train(baseline, batches())
+        if baseline and not (server and o.mode == "async"):
+            strategy.expected = baseline.losses
         if o.load:
-            done = load_sharded(strategy, o.load, alone=launch.world_size == 1)
+            load_sharded(strategy, o.load, alone=launch.world_size == 1)
+        strategy.shown = True
         saver = Saver(strategy, o.save, s.max_steps // 2, shape) if o.save else None
         if server and launch.rank == 0:
             strategy.serve()
-        measured = train(strategy, () if server and launch.rank == 0 else batches(), done, saver)
+        measured = train(strategy, () if server and launch.rank == 0 else batches(), saver)
         if saver:
             saver.finish()
         ranks = strategy.collect(measured)
     if launch.rank == 0:
-        report = {
-            "strategy": name, "done": done, "losses": strategy.losses, "ranks": ranks,
-            **strategy.extra,
-        }  # fmt: skip
-        exact = baseline and not (server and (strategy.lost or not strategy.sync))
-        if exact:
-            report |= differences(strategy, baseline)
-        print_report(report, baseline.losses if exact else [], launch)
+        report = {"strategy": name, "losses": strategy.losses, "ranks": ranks, **strategy.extra}
+        report |= differences(strategy, baseline) if strategy.expected else {}
+        print_report(report, launch)
         if o.report:
             reference.write_json(o.report, report)
-        if exact and s.precision == "fp32":
+        if s.precision == "fp32":
             require_equal(report)
 
 
@@ -1055,7 +1072,7 @@ def differences(strategy: Strategy, baseline: Strategy) -> dict[str, float]:
 
 def require_equal(report: dict) -> None:
     """Raises `RunError` unless gradients and losses are those of one process, within rounding."""
-    gradient, loss = report["gradient_difference"], report["loss_difference"]
+    gradient, loss = report.get("gradient_difference", 0), report.get("loss_difference", 0)
     if not (gradient <= GRADIENT_LIMIT and loss <= LOSS_LIMIT):  # NaN fails too
         raise RunError(
             f"{report['strategy']} differs from one process: gradients of the first step by "
@@ -1063,12 +1080,9 @@ def require_equal(report: dict) -> None:
         )
 
 
-def print_report(report: dict, alone: list[float], launch: reference.Launch) -> None:
-    """Losses step by step, then what each rank held and sent."""
-    for index, loss in enumerate(report["losses"]):
-        beside = f"   one process {alone[index]:.6f}" if alone else ""
-        launch.say(f"step {report['done'] + index + 1:3}   loss {loss:.6f}{beside}")
-    if alone:
+def print_report(report: dict, launch: reference.Launch) -> None:
+    """How near it came to one process, and what each rank held and sent."""
+    if "loss_difference" in report:
         launch.say(
             "difference to one process: gradients of the first step "
             f"{report['gradient_difference']:.1e} of a tensor's largest value, losses "
@@ -1308,8 +1322,6 @@ def main(argv: Sequence[str] | None = None, started: bool = False) -> None:
             status = statuses[0] if may_die else next(filter(None, statuses), 0)
             sys.exit(status if status >= 0 else 128 - status)  # as shells say a signal's number
         run_strategy(launch, options, settings)
-        if launch.world_size > 1 and options.strategy != "parameter-server":
-            dist.barrier()  # ranks meet: none leaves while others are busy
     return None
 
 
