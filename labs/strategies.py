@@ -764,10 +764,10 @@ class Watch(TorchDispatchMode):
     gradients nor optimizer state: activations, and what FSDP gathers. It is a count of tensors,
     so it does not depend on the allocator.
 
-    PyTorch's CommDebugMode is the same kind of mode. It counts DTensor's and FSDP's collectives,
-    without their bytes, but knows no send and no receive, so it sees nothing of a pipeline or a
-    parameter server; the latter's threads each need a mode of their own, besides. DDP's C++
-    reducer goes through the same operators, from inside the backward pass.
+    PyTorch's CommDebugMode is a mode of the same kind. It counts the same calls of DDP (whose C++
+    reducer runs PyTorch's operators too, inside the backward pass), FSDP and tensor parallelism,
+    but no bytes, and neither `send` nor `recv`: it sees nothing of a pipeline or a parameter
+    server. A mode belongs to a thread, so the server's threads have one each.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), parameters: Sequence = ()) -> None:
