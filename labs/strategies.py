@@ -462,6 +462,8 @@ class Pipeline(Strategy):
         return module
 
     def timed(self, work: Callable) -> Callable:
+        """`work`, whose seconds go into `busy`."""
+
         def run(*args: Any, **options: Any) -> Any:
             begin = self.now()
             result = work(*args, **options)
@@ -471,6 +473,7 @@ class Pipeline(Strategy):
         return run
 
     def now(self) -> float:
+        """Seconds, when all that was begun is done."""
         if self.launch.device.type == "cuda":
             torch.cuda.synchronize()  # kernels are only queued; waiting for them costs some time
         return time.perf_counter()
@@ -606,6 +609,7 @@ class ParameterServer(Strategy):
         self.extra["lost_workers"] = self.lost
 
     def serve_worker(self, worker: int) -> None:
+        """Receives gradients and answers with weights, until the worker leaves or is lost."""
         note, gradient = torch.zeros(4, dtype=torch.float64), self.pushed[worker - 1]
         watch = Watch()
         try:
@@ -832,6 +836,7 @@ class Saver:
         self.meanwhile = 0  # steps that ended while it was written
 
     def after_step(self, step: int) -> None:
+        """Begins to save when it is time; else looks whether that is still going on."""
         if step == self.after:
             begin = time.perf_counter()
             state = training_state(self.strategy, step)
@@ -913,6 +918,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Unpickles what is `PLAIN`, and refuses the rest."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """What the pickle calls `module.name`. Raises `UnpicklingError` for anything unknown."""
         if name not in PLAIN.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
         return super().find_class(module, name)
@@ -1113,6 +1119,7 @@ def traffic_text(traffic: dict[str, Sequence[float]]) -> str:
     """'2 × all-reduce 3.41 MB, …', or 'nothing'."""
 
     def amount(size: float) -> str:
+        """Bytes with a unit."""
         return f"{size / 1e6:.3g} MB" if size >= 1e4 else f"{size:.0f} B"
 
     parts = [f"{count:.3g} × {name} {amount(size)}" for name, (count, size) in traffic.items()]
@@ -1243,6 +1250,7 @@ def table_row(report: dict) -> list[str]:
     ranks = report["ranks"]
 
     def by_rank(values: list[str]) -> str:
+        """The values of all ranks, or the one that they share."""
         return " / ".join(values) if len(set(values)) > 1 else values[0]
 
     exact = "loss_difference" in report
@@ -1279,6 +1287,7 @@ def draw(reports: list[dict], path: Path) -> None:
     heights = [0.8 / n for n in counts for _ in range(n)]
 
     def stack(axes: Any, title: str, unit: str, colors: str, parts: dict[str, list[float]]) -> None:
+        """One panel; each part begins where the last one ended."""
         left = [0.0] * len(ranks)
         for color, (name, values) in zip(colormaps[colors].colors, parts.items()):
             axes.barh(places, values, heights, left=left, label=name, color=color)

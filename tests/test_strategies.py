@@ -202,6 +202,20 @@ def test_a_worker_that_dies_does_not_stop_the_others(tmp_path, mode):
     assert len(report["losses"]) == (8 if mode == "async" else 6)
 
 
+def test_a_server_with_one_worker_is_one_process(tmp_path):
+    statuses, text, report = run_ranks(tmp_path, 2, "--strategy", "parameter-server")
+    assert statuses == [0, 0], text
+    assert report["gradient_difference"] <= 1e-5
+    assert report["loss_difference"] <= 1e-4
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(2e-5, 0.0), (0.0, 2e-4), (float("nan"), 0.0)])
+def test_other_numbers_than_those_of_one_process_fail_the_run(gradient, loss):
+    report = {"strategy": "ddp", "gradient_difference": gradient, "loss_difference": loss}
+    with pytest.raises(reference.RunError, match="ddp differs from one process"):
+        strategies.require_equal(report)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_qwen_is_divided_too(tmp_path, small_qwen, strategy):
     flags = ("--model", "qwen", "--base-model", small_qwen, "--strategy", strategy)
