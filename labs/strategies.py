@@ -21,8 +21,9 @@ A worker that dies while the others go on (torchrun would end them, so the lab s
         --kill-worker-after 5 --cpu
 
 Each strategy is one small class in one order: how the batch is divided, how the model is divided,
-what a step does, where ranks meet. The engines are PyTorch's own. Rank 0 first trains the same
-model on the same global batches alone, and the run fails if the strategy gives other numbers.
+what a step does, where ranks meet; they are the section "The strategies". The others count, save,
+start ranks and compare. The engines are PyTorch's own. Rank 0 first trains the same model on the
+same global batches alone, and the run fails if the strategy gives other numbers.
 
 All strategies follow the gradient of the reference's `training_step`, that of the mean over all
 valid tokens of the global batch: G = (1/n) · Σ_r ∇S_r, with S_r the summed loss of rank r's part.
