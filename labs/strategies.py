@@ -1315,6 +1315,8 @@ def draw(reports: list[dict], path: Path) -> None:
 def main(argv: Sequence[str] | None = None, started: bool = False) -> None:
     """One strategy on these ranks, or with --ranks and --compare on ranks that are started."""
     where = reference.Where()
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "Δ"
     with reference.one_clear_ending(where):
         launch = reference.read_launcher(where)
         argv = list(sys.argv[1:] if argv is None else argv)
