@@ -851,7 +851,8 @@ class Saver:
         try:
             self.future.result()
             if self.strategy.launch.rank == 0:
-                reference.write_json(self.folder / "config.json", self.config)
+                content = {**self.config, "step": self.after}
+                reference.write_json(self.folder / "config.json", content)
         except (Exception, dcp.CheckpointException) as error:  # of the disk or of another rank
             raise RunError(f"--save {self.folder}: {first_cause(error)}") from error
         self.strategy.launch.say(
@@ -896,6 +897,7 @@ def reference_model(folder: Path) -> reference.TinyCausalTransformer:
     config = read_config(folder)
     if config.pop("model") != "tiny":
         raise UserError(f"{folder} holds no tiny model")
+    del config["step"]
     model = reference.TinyCausalTransformer(**config)
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     read_shards(state, folder, alone=True)
@@ -937,7 +939,8 @@ def read_config(folder: Path) -> dict:
         odd = [n for n, e in index.state_dict_metadata.items() if not hasattr(e, "properties")]
         if odd:
             raise pickle.UnpicklingError(f"{odd[0]} is not a tensor")
-        return json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return {**config, "step": int(config["step"])}
     except Exception as error:  # unpickling raises many kinds
         why = reference.reason_of(error)
         raise UserError(f"--load {folder} is no complete sharded checkpoint: {why}") from None
@@ -1031,6 +1034,8 @@ def run_strategy(
     shape = {"model": s.model, **getattr(run.model, "config", {"base": s.base_model})}
     for what in (what for what in shape if o.load and saved.get(what) != shape[what]):
         raise UserError(f"--load: {what} was {saved.get(what)} there and is {shape[what]} here")
+    if o.load and saved["step"] >= s.max_steps:
+        raise UserError(f"--max-steps {s.max_steps}: the checkpoint has {saved['step']} already")
     batches = functools.partial(global_batches, run, o.global_batch)
     alone = dataclasses.replace(run, model=copy.deepcopy(run.model))
     strategy, baseline = STRATEGIES[name](run, o), None

@@ -167,6 +167,10 @@ def test_a_sharded_checkpoint_goes_on_on_other_numbers_of_ranks(tmp_path):
     (folder / "__1_0.distcp").unlink()
     status, error = refused("--strategy", "one", "--load", folder)
     assert (status, "No such file" in error) == (2, True)
+    config = folder / "config.json"
+    config.write_text(config.read_text("utf-8").replace('"step": 3', '"step": 6'), encoding="utf-8")
+    status, error = refused("--strategy", "one", "--load", folder)
+    assert (status, "--max-steps 6: the checkpoint has 6 already" in error) == (2, True)
 
 
 class Trap:
