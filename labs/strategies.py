@@ -76,7 +76,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -251,11 +250,7 @@ class DDP(Strategy):
 
     def divide_model(self, model: nn.Module) -> nn.Module:
         self.data_rank, self.data_ranks = self.launch.rank, self.launch.world_size
-        device = self.launch.device
-        return DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )  # fmt: skip
+        return reference.wrap_in_ddp(model, self.launch)
 
 
 class FSDP(Strategy):
