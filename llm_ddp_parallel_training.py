@@ -1534,6 +1534,18 @@ class CausalLayer(nn.TransformerEncoderLayer):
         return hidden + self.dropout2(self.linear2(fed))
 
 
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [B, T, V], labels int64 [B, T] → summed cross-entropy in nats, number of targets.
+
+    Position t predicts label t + 1; −100 is left out. The sum is float64 (on Metal float32).
+    """
+    # Shifting the labels instead of the logits spares a copy of the larger tensor.
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # (B·T)
+    logits = logits.flatten(0, 1).float()  # (B·T, V)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    return losses.sum(dtype=sum_dtype(losses)), (targets != IGNORE).sum()
+
+
 class TinyCausalTransformer(nn.Module):
     """A byte-level causal Transformer: embeddings, `nn.TransformerEncoder`, norm, head.
 
@@ -1595,11 +1607,8 @@ class TinyCausalTransformer(nn.Module):
         A scalar, float64 (on Metal float32), so that sums over ranks agree to 1e-7.
         Labels of −100 are left out; a batch without any label gives 0, with zero gradients.
         """
-        # Shifting the labels instead of the logits spares a copy of the larger tensor.
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # (B·T)
-        logits = self.logits(input_ids).flatten(0, 1)  # (B·T, 258)
-        losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
-        return losses.sum(dtype=sum_dtype(losses)) / (targets != IGNORE).sum().clamp(min=1)
+        total, count = summed_loss(self.logits(input_ids), labels)
+        return total / count.clamp(min=1)
 
 
 class FrozenHeadLoss(torch.autograd.Function):
