@@ -23,6 +23,7 @@ time of a step, scaling and faults, checkpoints, the choice, the report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -786,7 +787,7 @@ def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
             kinds = {"ddp": 1, "fsdp": data}
         for kind, shard in kinds.items():
             wanted = args.strategy in ("auto", kind) if data > 1 else kind == "ddp"
-            if wanted and (kind != "hsdp" or in_node < gpus):
+            if wanted and (kind != "hsdp" or 1 < in_node < gpus):
                 kind = "fsdp" if kind == "hsdp" else kind
                 found += [Layout(kind, data, shard, t, p, again) for again in recompute]
     if not found:
@@ -1114,7 +1115,9 @@ def describe_time(plan: dict[str, Any]) -> list[str]:
         if name not in ("total", "communication") and value:
             lines.append(f"  {name:30}{span(value):>12}{value / step['total']:>9.1%}")
     if plan["gradient_bytes"]:
-        lines.append(f"  DDP all-reduces {plan['gradient_bytes']:,} bytes of gradients an update")
+        plain = plan["layout"]["name"].startswith("ddp")
+        what = "DDP all-reduces" if plain else "plain DDP would all-reduce"
+        lines.append(f"  {what} {plan['gradient_bytes']:,} bytes of gradients an update")
     if "time" in plan:
         t = plan["time"]
         cost = f", cost {t['cost']:,.0f}" if t["cost"] else ""
@@ -1196,6 +1199,8 @@ def draw_memory(plan: dict[str, Any], path: Path) -> None:
         import matplotlib
     except ImportError:
         raise PlanError("--picture needs matplotlib: pip install matplotlib") from None
+    if path.is_dir() or not path.suffix:  # matplotlib would write to another name
+        raise PlanError(f"--picture {str(path)!r}: give a file name that ends in .png")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -1423,6 +1428,11 @@ def read_run(args: argparse.Namespace) -> Run:
     targets = tuple(part.strip() for part in args.lora_targets.split(",") if part.strip())
     if args.lora_r:
         model.lora(args.lora_r, targets)  # names wrong targets
+    if args.strategy == "hsdp" and (args.nodes == 1 or machine.gpus_per_node == 1):
+        raise PlanError(
+            "--strategy hsdp divides a replica among the GPUs of a node and copies it across "
+            "nodes: give more than one of both"
+        )
     return Run(
         model, on_network(machine, args.network or gpu.network), args.seq_len, batch=1, mixed=mixed,
         lora_r=args.lora_r, lora_targets=targets, jitter=args.jitter, overlap=args.overlap,
@@ -1432,6 +1442,8 @@ def read_run(args: argparse.Namespace) -> Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan; returns the exit status, 2 for a question that makes no sense."""
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×"
     try:
         args = flag_parser().parse_args(argv)
         plan = make_plan(args)

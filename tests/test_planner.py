@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -379,6 +380,30 @@ def test_the_launch_line_is_taken_by_the_training_script(flags):
     assert (settings.layers, settings.lora_r) in ((2, 8), (1, 4))
 
 
+def test_no_layout_is_listed_twice_with_other_figures():
+    names = [one.name for one in layouts_of("--params 7e9 --nodes 16 --gpus-per-node 1")]
+    assert len(names) == len(set(names))
+
+
+def layouts_of(flags: str) -> list[planner.Layout]:
+    """All layouts that are compared."""
+    args = planner.flag_parser().parse_args(flags.split())
+    return planner.layouts(planner.read_run(args), args)
+
+
+def test_a_pipeline_without_replicas_is_not_said_to_all_reduce():
+    text = planner.report(plan_of("--params 7e9 --nodes 4 --gpus-per-node 1 --pipeline 4"))
+    assert "plain DDP would all-reduce" in text and "  DDP all-reduces" not in text
+
+
+def test_a_terminal_without_the_signs_gets_the_plan_all_the_same():
+    done = subprocess.run(
+        [sys.executable, "-m", "labs.planner"], capture_output=True, timeout=60, cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0 and b"\\xd7" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -393,6 +418,9 @@ def test_the_launch_line_is_taken_by_the_training_script(flags):
         ("--model qwen --lora-targets q_prj", "q_proj, k_proj"),
         ("--data lots", "'lots' is not a number"),
         ("--no-such-flag", "--no-such-flag"),
+        ("--params 13e9 --strategy hsdp --nodes 8 --gpus-per-node 1", "more than one of both"),
+        ("--params 13e9 --nodes 4 --picture .", "--picture '.': give a file name"),
+        ("--params 13e9 --nodes 4 --picture memory", "--picture 'memory': give a file name"),
     ],
 )
 def test_nonsense_is_one_clear_line(flags, said, capsys):
