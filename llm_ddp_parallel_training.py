@@ -645,6 +645,13 @@ def one_clear_ending(where: Where) -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         place = f"rank {rank}, update {where.step}, {where.phase}"
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            message = (
+                f"{place}: out of memory; lower --batch-size or --seq-len, or the model's size"
+            )
+            print(f"error: {message} ({reason_of(error)})", file=sys.stderr, flush=True)
+            write_launcher_error(message)
+            sys.exit(1)
         network = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
         if not network and not ("gloo" in str(error) and "peer" in str(error)):
             print(f"{place}: failed", file=sys.stderr, flush=True)

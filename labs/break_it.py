@@ -34,6 +34,7 @@ import os
 import re
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -782,12 +783,19 @@ MEETINGS = {
 }
 
 
+def end_with_parent() -> None:
+    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def rank_main(name: str, version: str, guarded: bool, rank: int, folder: Path) -> None:
     """One rank of one version of a bug, in a process of its own.
 
     Writes to `folder` what `examine` found, as `<rank>.json`; all that the process prints, as
     `<rank>.log`; and if it is still busy when its time is over, its stack, as `<rank>.stack`.
     """
+    threading.Thread(target=end_with_parent, daemon=True).start()
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -847,8 +855,9 @@ def run_version(name: str, version: str, guarded: bool = False) -> list[dict[str
             wait_for(processes, folder)
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.pid:  # else it was not started yet
+                    process.kill()
+                    process.join()
         found = [read_finding(folder, rank, f"{name}, {version}") for rank in range(RANKS)]
     if not hangs(name, version, guarded):
         for rank, finding in enumerate(found):
@@ -1002,6 +1011,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if given.json and not given.json.parent.is_dir():
             raise UserError(f"--json {given.json}: there is no folder {given.json.parent}")
+        if given.json and given.json.is_dir():
+            raise UserError(f"--json {given.json} is a folder; give a file")
         findings = {}
         for name in BUGS if given.all else [given.bug]:
             findings[name] = reproduce(name)

@@ -32,6 +32,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -169,11 +170,18 @@ class Rank:
             torch.cuda.synchronize(self.launch.device)
 
 
+def end_with_parent() -> None:
+    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def rank_main(environment: dict[str, str], flags: list[str], line: Connection) -> None:
     """A rank's process: takes (method, arguments) from the lab and sends (ok, result) back.
 
     It ends when the lab hangs up, or with it.
     """
+    threading.Thread(target=end_with_parent, daemon=True).start()
     ignore_signals(0)  # Ctrl-C is for the lab to handle
     os.environ.update(environment)
     try:
@@ -243,7 +251,8 @@ class Team:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of `Rank` on all ranks; their results in rank order."""
         for line in self.lines:
-            line.send((method, arguments))
+            with contextlib.suppress(OSError):  # it has ended: `answers` says which rank
+                line.send((method, arguments))
         return self.answers()
 
     def end(self) -> None:
@@ -652,7 +661,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], ar
 
 
 def output_folder(settings: argparse.Namespace) -> Path:
-    """The folder for the results. Raises `UserError` if it already holds some."""
+    """Makes the folder for the results. Raises `UserError` if it already holds some."""
     name = f"scaling-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder = settings.output_dir or Path("runs") / name
     old = [name for name in OUTPUTS if (folder / name).exists()]
@@ -660,6 +669,12 @@ def output_folder(settings: argparse.Namespace) -> Path:
         raise UserError(
             f"--output-dir {folder} already holds {old[0]}; choose another, or give --overwrite"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output-dir {folder} cannot be written to")
     return folder
 
 
@@ -679,10 +694,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 teams[ranks] = Team(ranks, flags, read_launcher().timeout)
             facts = [team.answers()[0] for team in teams.values()][-1]
             size = facts["bytes"]
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
             print(
                 f"{settings.model}, {size / 1e6:.2f} MB of gradients, {facts['device']}, backend "
                 f"{facts['backend']}; {cores} cores, {threads} threads per rank; {options.rounds} "

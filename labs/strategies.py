@@ -170,6 +170,10 @@ def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> N
          "--kill-worker-after needs --strategy parameter-server and --ranks 3"),
         (o.save and name != "fsdp", "--save needs --strategy fsdp"),
         (o.save and o.save.exists(), f"--save {o.save} is already there; name a new folder"),
+        (o.output_dir or o.overwrite, "--output-dir and --overwrite need --compare"),
+        (o.mode == "async" and not server, "--mode async needs --strategy parameter-server"),
+        (o.report and (o.report.is_dir() or not o.report.parent.is_dir()),
+         f"--report {o.report}: give a file in a folder that is there"),
         (o.load and name not in ("one", "ddp", "fsdp"), "--load needs --strategy one, ddp or fsdp"),
     ):  # fmt: skip
         if refused:
@@ -1132,8 +1136,15 @@ def traffic_text(traffic: dict[str, Sequence[float]]) -> str:
 # ------------------------------------------------------------------------------------------
 
 
+def end_with_parent() -> None:
+    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def run_rank(argv: list[str], environment: dict[str, str], log: str | None) -> None:
     """What a process that `start_ranks` started does."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment)
     if log:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -1168,8 +1179,9 @@ def start_ranks(
                 "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
             arguments = (argv, environment, str(log) if log else None)
-            processes.append(context.Process(target=run_rank, args=arguments))
-            processes[-1].start()
+            process = context.Process(target=run_rank, args=arguments)
+            process.start()
+            processes.append(process)
         end = time.monotonic() + patience
         while any(p.exitcode is None for p in processes) and time.monotonic() < end:
             if not may_die and any(p.exitcode for p in processes):
@@ -1213,14 +1225,23 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
         "--global-batch", str(options.global_batch),
         "--micro-batches", str(options.micro_batches), *flags,
     ]  # fmt: skip
+    for name in ("ranks", "kill_worker_after", "save", "load", "no_baseline", "report"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} means nothing with --compare")
     for _, ranks, own in COMPARED:
         parsed = parse_options([*own, *flags])
         check_options(*parsed[:2], ranks)
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = options.output_dir or Path("runs") / f"strategies-{now}"
-    if folder.exists() and any(folder.iterdir()) and not options.overwrite:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: {reference.reason_of(error)}") from None
+    if filled and not options.overwrite:
         raise UserError(f"--output-dir {folder} already holds something; give --overwrite")
-    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output-dir {folder} cannot be written to")
     gpus = torch.cuda.device_count() if settings.device in ("auto", "cuda") else 0
     reports = []
     for name, ranks, own in COMPARED:

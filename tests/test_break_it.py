@@ -132,7 +132,14 @@ def test_the_list_has_a_line_for_each_bug(capsys):
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--bug", "nope"), ("--all", "--list"), ("--no",), ("--all", "--json", "no/where.json")],
+    [
+        (),
+        ("--bug", "nope"),
+        ("--all", "--list"),
+        ("--no",),
+        ("--all", "--json", "no/where.json"),
+        ("--all", "--json", "."),
+    ],
     ids=" ".join,
 )
 def test_nonsense_is_one_clear_line(capsys, flags):

@@ -22,6 +22,8 @@ from conftest import (
     weights,
 )
 
+import llm_ddp_parallel_training as ddp
+
 INSTRUMENTED = ROOT / "tests" / "instrumented.py"
 HUGE = str(10**15)  # more bytes than any machine can address
 
@@ -319,3 +321,11 @@ def test_a_full_disk_under_rank_0_ends_all_ranks_with_one_line(tmp_path):
     said_once_and_as_root_cause(finished, "File too large")
     assert "metrics.jsonl" in finished.error_lines()[0]
     assert not (tmp_path / "run" / "tiny_transformer.pt").exists()
+
+
+def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(capsys):
+    with pytest.raises(SystemExit) as end, ddp.one_clear_ending(ddp.Where()):
+        torch.empty(1 << 46)  # more than a process can address
+    assert end.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0, ") and "out of memory; lower --batch-size" in line

@@ -154,6 +154,17 @@ def test_nonsense_is_one_clear_line_and_nothing_is_written(capsys, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(capsys, tmp_path):
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit) as end:
+            scaling.main(["--ranks", "1", "--output-dir", str(place)])
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --output-dir {place}: ")
+    assert (tmp_path / "file").read_text("utf-8") == "mine"
+
+
 def test_earlier_results_are_kept_unless_told_otherwise(capsys, tmp_path):
     (tmp_path / "scaling.csv").write_text("mine", encoding="utf-8")
     with pytest.raises(SystemExit) as end:

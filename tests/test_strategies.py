@@ -300,6 +300,12 @@ def refused(*flags: object) -> tuple[int, str]:
         ("--strategy magic", "invalid choice"),
         ("--compare --output-dir tests", "already holds something"),
         ("--compare --layers 1", "--layers 1"),
+        ("--compare --output-dir README.md", "--output-dir README.md: "),
+        ("--compare --output-dir README.md/x", "--output-dir README.md/x: "),
+        ("--compare --save x", "--save means nothing with --compare"),
+        ("--strategy one --overwrite", "need --compare"),
+        ("--strategy ddp --ranks 2 --mode async", "--mode async needs"),
+        ("--strategy one --report nowhere/x.json", "--report nowhere/x.json"),
         ("", "--strategy"),
     ],
 )
