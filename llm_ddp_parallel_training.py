@@ -734,7 +734,8 @@ class Watchdog:
 
     A thread of each rank notes once a second, in the launcher's key-value store, what the rank
     does. When a rank stays in one phase too long, all ranks print their stacks, compare notes for
-    three more seconds, and the first rank that still answers names the missing one.
+    three more seconds, and the first rank that still answers names the missing one. Ranks whose
+    torchrun was killed stop as if it had sent SIGTERM: nobody could end them any more.
     """
 
     SAVING = "waiting for the last save"  # a phase that may last: a slow disk is no hang
@@ -742,6 +743,7 @@ class Watchdog:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.main, self.over = launch, threading.get_ident(), threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.launcher = os.getppid()
 
     def __enter__(self) -> None:
         if self.launch.world_size > 1:
@@ -782,11 +784,21 @@ class Watchdog:
                     readings.append(notes)
                     if len(readings) == 4:
                         break
-                if self.over.wait(1) and not readings:
+                if (self.over.wait(1) and not readings) or self._orphaned():
                     return
         except (RuntimeError, dist.DistError):  # the store left with the launcher or rank 0
+            self._orphaned()
             return
         self._end(readings[0], readings[-1])
+
+    def _orphaned(self) -> bool:
+        """Whether torchrun is gone; if so, asks this rank to stop."""
+        gone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.launcher
+        if gone:
+            if self.launch.rank == 0:
+                print("the launcher was killed", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gone
 
     def _end(self, before: list[dict], after: list[dict]) -> None:
         silent = [

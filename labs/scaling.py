@@ -242,8 +242,12 @@ class Team:
             try:
                 fine, answer = line.recv()
             except EOFError:
-                raise RunError(f"{who} has ended") from None
+                raise RunError(f"{who} was killed") from None
             if not fine:
+                time.sleep(0.2)  # until the system has taken note of a rank that was killed
+                killed = [other for other, p in enumerate(self.processes) if p.exitcode]
+                if killed:  # the answer then is only that contact was lost
+                    raise RunError(f"rank {killed[0]} of {self.ranks} was killed")
                 raise answer
             answers.append(answer)
         return answers

@@ -170,6 +170,19 @@ def test_sigterm_to_torchrun_saves_and_the_run_goes_on_exactly(tmp_path):
     assert losses(run) == losses(whole)
 
 
+def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
+    run = tmp_path / "run"
+    process = torchrun(2, *FLAGS, "--max-steps", 3000, "--output-dir", run, faults=[PACE])
+    until_update(run, 3)
+    family = children(process.pid)
+    assert len(family) == 2
+    process.kill()
+    _, _, err = ending(process, 20)  # the ranks hold the pipes: it ends with the last of them
+    assert not alive(family)
+    assert err.count("the launcher was killed") == 1 and "stopped: SIGTERM after update" in err
+    assert newest(run) == steps(run)[-1]
+
+
 def test_ctrl_c_ends_torchrun_and_every_child_with_one_short_message(tmp_path):
     run = tmp_path / "run"
     flags = (*FLAGS, "--max-steps", 300, "--num-workers", 1, "--output-dir", run)
