@@ -20,6 +20,7 @@ fresh processes with a process group of their own, and they are killed when thei
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -32,6 +33,7 @@ import linecache
 import multiprocessing
 import os
 import re
+import sys
 import tempfile
 import textwrap
 import threading
@@ -943,6 +945,7 @@ def reproduce(name: str) -> dict[str, Finding]:
 # ------------------------------------------------------------------------------------------
 
 WIDTH = 100
+say = Launch().say  # to a reader who may leave: `| head`
 
 
 def one_line(message: str) -> str:
@@ -963,7 +966,7 @@ def title(kind: type[Bug]) -> str:
 def tell(name: str, findings: dict[str, Finding]) -> None:
     """Prints all there is to say about a bug."""
     kind = BUGS[name]
-    say = functools.partial(textwrap.indent, prefix="    ")
+    indented = functools.partial(textwrap.indent, prefix="    ")
     about = inspect.getdoc(kind).split("\n\n", 1)[1]
     code = [
         line
@@ -971,15 +974,15 @@ def tell(name: str, findings: dict[str, Finding]) -> None:
         if not line.startswith("?")
     ]
     environment = "".join(f"{key}={value}\n" for key, value in kind.environment.items())
-    print(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{textwrap.fill(about, WIDTH)}\n")
-    print(say("\n".join(code)))
-    print("\nsymptom")
+    say(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{textwrap.fill(about, WIDTH)}\n")
+    say(indented("\n".join(code)))
+    say("\nsymptom")
     for version, finding in findings.items():
-        print(f"    {version}  " + finding.symptom.replace("; ", "\n           "))
-    print("\ndetector")
-    print(say(environment + "\n".join(source(kind.detector))) + "\n")
+        say(f"    {version}  " + finding.symptom.replace("; ", "\n           "))
+    say("\ndetector")
+    say(indented(environment + "\n".join(source(kind.detector))) + "\n")
     for version, finding in findings.items():
-        print(f"    {version}  {finding.detected or 'silent'}", flush=True)
+        say(f"    {version}  {finding.detected or 'silent'}")
 
 
 def shown(name: str, findings: dict[str, Finding]) -> bool:
@@ -1002,12 +1005,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "–"
     with one_clear_ending(Where()):
         given = parser().parse_args(argv)
         if "RANK" in os.environ:
             raise UserError("the lab starts its own ranks: run it with python -m labs.break_it")
         if given.list:
-            print("\n".join(f"{name:25} {title(kind)}" for name, kind in BUGS.items()))
+            say("\n".join(f"{name:25} {title(kind)}" for name, kind in BUGS.items()))
             return
         if given.json and not given.json.parent.is_dir():
             raise UserError(f"--json {given.json}: there is no folder {given.json.parent}")
@@ -1023,7 +1028,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for name, both in findings.items()
             })  # fmt: skip
         missing = [name for name, both in findings.items() if not shown(name, both)]
-        print(f"\n{len(findings) - len(missing)} of {len(findings)} bugs made and detected")
+        say(f"\n{len(findings) - len(missing)} of {len(findings)} bugs made and detected")
         if missing:
             raise RunError(f"not shown: {', '.join(missing)}")
 

@@ -683,6 +683,9 @@ def output_folder(settings: argparse.Namespace) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    say = Launch().say  # to a reader who may leave: `| head`
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "–"
     with one_clear_ending(Where()):
         if "RANK" in os.environ:
             raise UserError("the lab starts its own ranks: run it with python -m labs.scaling")
@@ -698,10 +701,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 teams[ranks] = Team(ranks, flags, read_launcher().timeout)
             facts = [team.answers()[0] for team in teams.values()][-1]
             size = facts["bytes"]
-            print(
+            say(
                 f"{settings.model}, {size / 1e6:.2f} MB of gradients, {facts['device']}, backend "
                 f"{facts['backend']}; {cores} cores, {threads} threads per rank; {options.rounds} "
-                "rounds", flush=True,
+                "rounds"
             )  # fmt: skip
             everything = min(cores, threads * most)
             blocks, links = measure(
@@ -711,14 +714,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             for team in teams.values():
                 team.end()
         rows = [row_of(what, ranks, blocks) for what, ranks in blocks]
-        print(f"\n{table(rows, settings.batch_size)}\n")
+        say(f"\n{table(rows, settings.batch_size)}\n")
         prediction = None
         if most > 1:
             prediction = Prediction(blocks, most, size, links, cores)
-            print(f"{conclusion(rows, most, cores)}\n\n{forecast(prediction, rows)}\n")
+            say(f"{conclusion(rows, most, cores)}\n\n{forecast(prediction, rows)}\n")
         write_csv(rows, folder / "scaling.csv")
         draw(rows, prediction, folder / "scaling.png")
-        print(f"written to {folder}: {' '.join(OUTPUTS)}")
+        say(f"written to {folder}: {' '.join(OUTPUTS)}")
 
 
 if __name__ == "__main__":

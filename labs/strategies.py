@@ -1243,7 +1243,7 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
     if not os.access(folder, os.W_OK):
         raise UserError(f"--output-dir {folder} cannot be written to")
     gpus = torch.cuda.device_count() if settings.device in ("auto", "cuda") else 0
-    reports = []
+    reports, say = [], reference.Launch().say
     for name, ranks, own in COMPARED:
         begin = time.monotonic()
         slug = name.replace(",", "").replace(" + ", "-").replace(" ", "-").lower()
@@ -1251,7 +1251,7 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
         for old in (log, result):
             old.unlink(missing_ok=True)
         if 0 < gpus < ranks and "server" not in name:
-            print(f"{name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
+            say(f"{name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
             continue
         argv = [*own, "--report", str(result), *flags]
         statuses = start_ranks(ranks, argv, log, patience=PATIENCE_S)
@@ -1259,12 +1259,12 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
             print(log.read_text("utf-8", errors="replace"), file=sys.stderr)
             raise RunError(f"{name} failed with statuses {statuses}; see {log}")
         reports.append({"name": name, **json.loads(result.read_text("utf-8"))})
-        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+        say(f"{name}: {time.monotonic() - begin:.1f} s")
     table = as_table([HEADER, *map(table_row, reports)])
     for name in ("strategies.txt", "strategies.md"):  # aligned Markdown reads well as text
         reference.write_file(folder / name, lambda file: file.write(table.encode("utf-8")))
     draw(reports, folder / "strategies.png")
-    print(f"\n{table}\nwritten to {folder}: strategies.txt strategies.md strategies.png")
+    say(f"\n{table}\nwritten to {folder}: strategies.txt strategies.md strategies.png")
 
 
 def table_row(report: dict) -> list[str]:
