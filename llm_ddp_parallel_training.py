@@ -43,6 +43,7 @@ import datetime
 import errno
 import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -2880,6 +2881,12 @@ def summary_writer() -> type:
     return SummaryWriter
 
 
+def require_matplotlib() -> None:
+    """Raises `UserError` where it is missing: before the work, for it is needed only after that."""
+    if not importlib.util.find_spec("matplotlib"):
+        raise UserError("matplotlib is missing, which draws the picture: pip install matplotlib")
+
+
 def draw_loss_curve(rows: list[dict], path: Path) -> None:
     """Training and validation loss over updates as a PNG."""
     with warnings.catch_warnings():  # its font cache is opened without an encoding
@@ -3345,6 +3352,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise UserError(f"--output-dir {out} already holds a run; give --overwrite")
             launch.say("dry run: settings and data are good; nothing was trained or written")
             return None
+        require_matplotlib()
         folder = open_run_folder(launch, settings)
         print_header(run)
         if launch.rank == 0:

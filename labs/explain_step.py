@@ -1033,6 +1033,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ddp.one_clear_ending(where):
         launch = ddp.read_launcher(where)
         own, settings = parse(argv)
+        ddp.require_matplotlib()
         ddp.choose_device(launch, settings)
         ddp.set_up(launch)
         run = (ddp.build_tiny if settings.model == "tiny" else ddp.build_qwen)(launch, settings)

@@ -64,6 +64,7 @@ from llm_ddp_parallel_training import (
     parse_settings,
     read_launcher,
     reason_of,
+    require_matplotlib,
     set_up,
     trained_parameters,
     training_step,
@@ -690,6 +691,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "RANK" in os.environ:
             raise UserError("the lab starts its own ranks: run it with python -m labs.scaling")
         options, flags, settings = parse(argv)
+        require_matplotlib()
         affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
         most = options.ranks[-1]

@@ -1347,6 +1347,7 @@ def main(argv: Sequence[str] | None = None, started: bool = False) -> None:
             flag = "--compare" if options.compare else "--ranks"
             raise UserError(f"{flag} starts the ranks itself: use python -m labs.strategies")
         if options.compare:
+            reference.require_matplotlib()
             return compare(options, settings, flags)
         check_options(options, settings, options.ranks or launch.world_size)
         if options.ranks and not started:

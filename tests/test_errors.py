@@ -323,6 +323,14 @@ def test_a_full_disk_under_rank_0_ends_all_ranks_with_one_line(tmp_path):
     assert not (tmp_path / "run" / "tiny_transformer.pt").exists()
 
 
+def test_a_missing_matplotlib_is_said_before_the_training_and_not_after_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    finished = main_here("--cpu", "--max-steps", 1, "--output-dir", tmp_path / "run")
+    assert finished.status == 2
+    (line,) = finished.err.splitlines()
+    assert "pip install matplotlib" in line and not (tmp_path / "run").exists()
+
+
 def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(capsys):
     with pytest.raises(SystemExit) as end, ddp.one_clear_ending(ddp.Where()):
         torch.empty(1 << 46)  # more than a process can address
