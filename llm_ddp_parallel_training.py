@@ -618,6 +618,12 @@ def together(launch: Launch) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------
 
 
+def print_on_any_terminal() -> None:
+    """Escapes what the terminal's encoding lacks, instead of failing: cp1252 has no "�"."""
+    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @contextlib.contextmanager
 def one_clear_ending(where: Where) -> Iterator[None]:
     """Turns every way out of the run into one readable cause and the right exit status.
@@ -3329,8 +3335,7 @@ def same_digest_everywhere(bare: nn.Module, launch: Launch) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """One run, from the launcher's environment to saved weights and teardown."""
     where = Where()
-    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
-        sys.stdout.reconfigure(errors="backslashreplace")  # cp1252 has no "�", ASCII no "×"
+    print_on_any_terminal()
     with one_clear_ending(where):
         launch = read_launcher(where)
         settings = parse_settings(argv)

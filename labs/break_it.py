@@ -20,7 +20,6 @@ fresh processes with a process group of their own, and they are killed when thei
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -30,13 +29,10 @@ import hashlib
 import inspect
 import json
 import linecache
-import multiprocessing
 import os
 import re
-import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +45,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from labs.common import end_with_lab, process_context, refuse_launcher, say
 from llm_ddp_parallel_training import (
     Launch,
     OneLineParser,
@@ -67,6 +64,7 @@ from llm_ddp_parallel_training import (
     one_clear_ending,
     parameter_digest,
     parse_settings,
+    print_on_any_terminal,
     training_step,
     updates_of_epoch,
     valid_targets,
@@ -90,7 +88,7 @@ class Bug:
     """
 
     name: str
-    flags: Sequence[str] = ()  # of the reference
+    flags: Sequence[str] = ()  # of llm_ddp_parallel_training.py
     environment: ClassVar[dict[str, str]] = {}  # what the detector needs there
 
     def __init__(self, launch: Launch, folder: Path) -> None:
@@ -774,21 +772,11 @@ BUGS: dict[str, type[Bug]] = {
 # Running a version on two ranks
 # ------------------------------------------------------------------------------------------
 
-# Processes that are forked from a server which has imported torch start in milliseconds.
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-CONTEXT = multiprocessing.get_context(METHOD)
-
 # What a rank that waits in C++ is doing there, by the innermost Python function on its stack.
 MEETINGS = {
     "_engine_run_backward": "DDP's all-reduce of the gradients",
     "_distributed_broadcast_coalesced": "DDP's broadcast of the buffers",
 }
-
-
-def end_with_parent() -> None:
-    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def rank_main(name: str, version: str, guarded: bool, rank: int, folder: Path) -> None:
@@ -797,7 +785,7 @@ def rank_main(name: str, version: str, guarded: bool, rank: int, folder: Path) -
     Writes to `folder` what `examine` found, as `<rank>.json`; all that the process prints, as
     `<rank>.log`; and if it is still busy when its time is over, its stack, as `<rank>.stack`.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_lab()
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -843,12 +831,12 @@ def run_version(name: str, version: str, guarded: bool = False) -> list[dict[str
     A `guarded` hang runs inside its detector. Raises `RunError` if a rank failed, or waits where
     none should.
     """
-    CONTEXT.set_forkserver_preload(["llm_ddp_parallel_training", "torch._dynamo"])
+    context = process_context(["torch._dynamo"])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "files").mkdir()
         processes = [
-            CONTEXT.Process(target=rank_main, args=(name, version, guarded, rank, folder))
+            context.Process(target=rank_main, args=(name, version, guarded, rank, folder))
             for rank in range(RANKS)
         ]
         try:
@@ -945,7 +933,6 @@ def reproduce(name: str) -> dict[str, Finding]:
 # ------------------------------------------------------------------------------------------
 
 WIDTH = 100
-say = Launch().say  # to a reader who may leave: `| head`
 
 
 def one_line(message: str) -> str:
@@ -1005,12 +992,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
-        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "–"
+    print_on_any_terminal()
     with one_clear_ending(Where()):
         given = parser().parse_args(argv)
-        if "RANK" in os.environ:
-            raise UserError("the lab starts its own ranks: run it with python -m labs.break_it")
+        refuse_launcher("break_it")
         if given.list:
             say("\n".join(f"{name:25} {title(kind)}" for name, kind in BUGS.items()))
             return

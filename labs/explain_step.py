@@ -1,6 +1,7 @@
 """One training step in slow motion, rank by rank: who computes what, who sends what, and when.
 
-Two processes on one CPU; the reference's own flags choose model, data and batch:
+Two processes on one CPU; the flags of llm_ddp_parallel_training.py (the reference) choose model,
+data and batch:
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         -m labs.explain_step --cpu --steps 2
@@ -10,7 +11,7 @@ A larger model in small buckets, to see how the all-reduce hides behind the back
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         -m labs.explain_step --cpu --steps 2 --d-model 256 --layers 4 --bucket-cap-mb 4
 
-It runs the `training_step` of llm_ddp_parallel_training.py itself and looks on from four places:
+It runs the reference's own `training_step` and looks on from four places:
 
     Where.enter             the reference announces every phase of a step: here it is timed, and the
                             random state is kept before a forward pass
@@ -35,13 +36,11 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import datetime
 import itertools
 import json
 import math
 import re
 import statistics
-import sys
 import textwrap
 import time
 import types
@@ -56,6 +55,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import llm_ddp_parallel_training as ddp
+from labs.common import BETWEEN_UPDATES, refuse_flags, results_folder
 
 OUTPUTS = ("explain.txt", "explain.png", "explain.json", "trace.json")
 TOLERANCE = 1e-6  # relative, between DDP's gradient and that of one process
@@ -71,12 +71,6 @@ Tensors = dict[str, torch.Tensor]  # by parameter name
 # ------------------------------------------------------------------------------------------
 # Settings
 # ------------------------------------------------------------------------------------------
-
-# What the reference does between or after updates, and this lab does not.
-NOT_HERE = {
-    "resume", "generate", "dry_run", "merge", "compile", "save_every", "mirror", "eval_every",
-    "sample_every", "tensorboard", "num_workers",
-}  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.Namespace]:
@@ -97,9 +91,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.Name
         "(default: DDP's own, 1 for the first and 25 for the others)",
     )  # fmt: skip
     own, rest = parser.parse_known_args(argv)
-    given = vars(ddp.flag_parser().parse_args(rest))
-    for name in sorted(given.keys() & NOT_HERE):
-        raise ddp.UserError(f"--{name.replace('_', '-')} has no meaning in labs.explain_step")
+    given = refuse_flags(rest, BETWEEN_UPDATES, "explain_step")
     if not {"max_steps", "epochs"} & given.keys():
         rest = [*rest, f"--max-steps={own.steps}"]
     return own, ddp.parse_settings(rest)
@@ -107,14 +99,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.Name
 
 def claim_folder(launch: ddp.Launch, settings: argparse.Namespace) -> Path:
     """The folder to write to, which holds no other run. Raises `UserError`. Ranks meet."""
-    if not settings.output_dir:
-        settings.output_dir = Path("runs") / f"explain-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     with ddp.together(launch):
-        old = [name for name in OUTPUTS if (settings.output_dir / name).exists()]
-        if launch.rank == 0 and old and not settings.overwrite:
-            raise ddp.UserError(
-                f"--output-dir {settings.output_dir} already holds {old[0]}; choose another, or "
-                "give --overwrite"
+        if launch.rank == 0:  # only its folder counts
+            settings.output_dir = results_folder(
+                "explain", OUTPUTS, settings.output_dir, settings.overwrite
             )
     return ddp.open_run_folder(launch, settings)
 
@@ -566,35 +554,30 @@ def explain(
     listening.remove()
     random_after = random_state(launch)
 
-    buckets = watch.take() if watch else []
-    counts = [ddp.valid_targets(batch["labels"]) for batch in micro_batches]
-    tokens = sum(counts)
-    # Before the all-reduce a bucket holds Σ_j ∇S_j / c; times c / n_r it is the gradient of the
-    # mean over this rank's tokens. In a single process that is the only gradient.
-    to_mean = capacity(s) / max(tokens, 1) / scale
-    local = local_gradient(buckets, to_mean) if watch else outcome.gradient
+    local, buckets = outcome.gradient, []  # in a single process that is the only gradient
+    if watch:
+        buckets = watch.take()
+        check_buckets(buckets, bare)
+        # Before the all-reduce a bucket holds Σ_j ∇S_j / c; times c / n_r it is the gradient of the
+        # mean over this rank's tokens.
+        tokens = sum(ddp.valid_targets(batch["labels"]) for batch in micro_batches)
+        local = local_gradient(buckets, capacity(s) / max(tokens, 1) / scale)
     own = {
         "rank": launch.rank,
         "samples": samples_of(micro_batches, text),
-        "micro_batches": len(micro_batches),
-        "tokens": tokens,
-        "weight": tokens / outcome.result.tokens,
-        "local_loss": sum(float(x) * n for x, n in zip(losses, counts)) / max(tokens, 1),
+        **own_share(micro_batches, losses, outcome),
         "local_gradient_norms": norms(local),
         "digests": {
-            what: ddp.digest_of(named.items())
-            for what, named in (
-                ("weights before", before),
-                ("local gradient", local),
-                ("averaged gradient", outcome.gradient),
-                ("weights after", outcome.weights),
-            )
+            "weights before": ddp.digest_of(before.items()),
+            "local gradient": ddp.digest_of(local.items()),
+            "averaged gradient": ddp.digest_of(outcome.gradient.items()),
+            "weights after": ddp.digest_of(outcome.weights.items()),
         },
         **timeline(observer.phases, buckets, clock),
     }
-    if watch:
-        check_buckets(buckets, bare)
-    step = {
+    proof = prove(outcome, twins, micro_batches, observer.random, clock, trainer) if watch else {}
+    set_random_state(random_after, launch)  # the twins have drawn, too
+    return {
         "loss": outcome.result.loss,
         "tokens": outcome.result.tokens,
         "capacity": capacity(s),
@@ -606,11 +589,20 @@ def explain(
         "weight_norms": norms(outcome.weights),
         "expected_records": expected,
         "ranks": ddp.gather(own, launch),  # ranks meet
-        "proof": prove(outcome, twins, micro_batches, observer.random, clock, trainer)
-        if watch else {},
-    }  # fmt: skip
-    set_random_state(random_after, launch)  # the twins have drawn, too
-    return step
+        "proof": proof,
+    }
+
+
+def own_share(micro_batches: list[dict], losses: list[torch.Tensor], outcome: Outcome) -> dict:
+    """This rank's tokens, the mean of its losses over them, and their weight in the global mean."""
+    counts = [ddp.valid_targets(batch["labels"]) for batch in micro_batches]
+    tokens = sum(counts)
+    return {
+        "micro_batches": len(micro_batches),
+        "tokens": tokens,
+        "weight": tokens / outcome.result.tokens,
+        "local_loss": sum(float(x) * n for x, n in zip(losses, counts)) / max(tokens, 1),
+    }
 
 
 def local_gradient(buckets: list[Bucket], factor: float) -> Tensors:
@@ -1028,8 +1020,7 @@ def trace_events(steps: list[dict]) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     """From the launcher's environment to the report, in the order of the reference's own main."""
     where = ddp.Where()
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    ddp.print_on_any_terminal()
     with ddp.one_clear_ending(where):
         launch = ddp.read_launcher(where)
         own, settings = parse(argv)

@@ -3,8 +3,8 @@
     python -m labs.scaling --ranks 1,2
     python -m labs.scaling --ranks 1,2,4 --d-model 128 --layers 4 --batch-size 16
 
-All flags but --ranks and --rounds are the reference's own, and what is timed is the reference's
-own step, its batches included; not the log, not the checkpoints. Four questions:
+All flags but --ranks and --rounds are those of llm_ddp_parallel_training.py (the reference), and
+what is timed is its own step, batches included; not the log, not the checkpoints. Four questions:
 
     weak scaling     the batch per rank stays: how many more tokens a second?
     strong scaling   the global batch stays: how much sooner is an update done?
@@ -25,14 +25,10 @@ import argparse
 import contextlib
 import copy
 import csv
-import datetime
 import io
 import itertools
 import math
-import multiprocessing
 import os
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -45,13 +41,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from labs import common
 from llm_ddp_parallel_training import (
     EpochSampler,
     Launch,
     OneLineParser,
     RunError,
     ShardSampler,
-    UserError,
     Where,
     build_data,
     build_optimizer,
@@ -62,8 +58,8 @@ from llm_ddp_parallel_training import (
     number,
     one_clear_ending,
     parse_settings,
+    print_on_any_terminal,
     read_launcher,
-    reason_of,
     require_matplotlib,
     set_up,
     trained_parameters,
@@ -171,18 +167,12 @@ class Rank:
             torch.cuda.synchronize(self.launch.device)
 
 
-def end_with_parent() -> None:
-    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def rank_main(environment: dict[str, str], flags: list[str], line: Connection) -> None:
     """A rank's process: takes (method, arguments) from the lab and sends (ok, result) back.
 
     It ends when the lab hangs up, or with it.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    common.end_with_lab()
     ignore_signals(0)  # Ctrl-C is for the lab to handle
     os.environ.update(environment)
     try:
@@ -208,22 +198,10 @@ class Team:
 
     def __init__(self, ranks: int, flags: list[str], timeout: float) -> None:
         self.ranks, self.timeout = ranks, timeout
-        # The lab holds the key-value store through which they find each other, as torchrun does.
-        libuv = sys.platform != "win32"  # where PyTorch is built without it
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv
-        )
+        self.store, environments = common.local_launch(ranks)
         self.lines, self.processes = [], []
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        context.set_forkserver_preload(["llm_ddp_parallel_training", "torch._dynamo"])
-        for rank in range(ranks):
-            environment = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.store.port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,
-            }  # fmt: skip
-            environment = {name: str(value) for name, value in environment.items()}
+        context = common.process_context(["torch._dynamo"])
+        for environment in environments:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=rank_main, args=(environment, flags, theirs), daemon=True
@@ -360,7 +338,7 @@ def fit_link(links: list[tuple[int, int, float]]) -> tuple[float, float]:
     """(seconds per message, bytes per second) of the link, from plain all-reduces.
 
     A ring all-reduce of S bytes over N ranks sends 2 (N − 1) messages one after the other, of
-    S / N bytes each (Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms"), so
+    S / N bytes each (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"), so
 
         t = 2 (N − 1) · latency + 2 (N − 1) / N · S / bandwidth ,
 
@@ -384,7 +362,7 @@ def ring_seconds(ranks: int, size: int, link: tuple[float, float]) -> float:
 
 
 def expected_slowest(durations: np.ndarray, ranks: int) -> float:
-    """Expected longest of so many steps that are drawn from the measured durations.
+    """Expected longest of `ranks` steps drawn from the measured durations, in their unit.
 
     The i-th smallest of m values is the largest of N draws with probability (i/m)^N − ((i−1)/m)^N.
     """
@@ -428,7 +406,7 @@ class Prediction:
         return slowest + losses + self.exposed * gradients + self.rest
 
     def efficiency(self, ranks: int) -> float:
-        """Tokens a second, as a share of so many times one rank's."""
+        """Tokens a second, as a share of N times one rank's."""
         return self.own / self.step(ranks)
 
     def here(self, ranks: int) -> float:
@@ -554,17 +532,31 @@ def draw(rows: list[dict], prediction: Prediction | None, path: Path) -> None:
     """Speed, what a step consists of, and the predicted efficiency, side by side."""
     with warnings.catch_warnings():  # its font cache is opened without an encoding
         warnings.simplefilter("ignore", EncodingWarning)
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
     by = {(row["scaling"], row["ranks"]): row for row in rows}
-    ranks = sorted({n for _, n in by})
     figure = Figure(figsize=(14, 4.6), layout="constrained")
-    speed, parts, future = FigureCanvasAgg(figure).figure.subplots(1, 3)
+    speed, parts, future = figure.subplots(1, 3)
+    draw_speed(speed, by)
+    draw_parts(parts, by)
+    if prediction:
+        draw_prediction(future, by, prediction)
+    else:
+        future.set_axis_off()
+    for axes in (speed, parts, future) if prediction else (speed, parts):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    write_file(path, lambda file: figure.savefig(file, format="png", dpi=110))
 
-    one = by["weak", 1]["tokens_per_second"]
-    speed.plot(ranks, [one * n for n in ranks], ":", color="gray", label="so many times one rank")
-    for what, marker in (("independent", "s"), ("weak", "o"), ("strong", "^"), ("all cores", "*")):
+
+def draw_speed(axes: Any, by: dict[tuple, dict]) -> None:
+    """Tokens per second over ranks, a line for each way to use them."""
+    ranks, one = sorted({n for _, n in by}), by["weak", 1]["tokens_per_second"]
+    axes.plot(ranks, [one * n for n in ranks], ":", color="gray", label="N times one rank")
+    for what, marker, label in (
+        ("independent", "s", "independent processes"), ("weak", "o", "weak scaling"),
+        ("strong", "^", "strong scaling"), ("all cores", "*", "one process, all cores"),
+    ):  # fmt: skip
         chosen = [by[what, n] for n in ranks if (what, n) in by]
         if what == "independent":
             chosen.insert(0, by["weak", 1])
@@ -572,53 +564,47 @@ def draw(rows: list[dict], prediction: Prediction | None, path: Path) -> None:
             middle = np.array([row["tokens_per_second"] for row in chosen])
             low = middle - [row["slowest_round"] for row in chosen]
             high = [row["fastest_round"] for row in chosen] - middle
-            names = {"all cores": "one process, all cores", "independent": "independent processes"}
-            label = names.get(what, f"{what} scaling")
-            speed.errorbar([row["ranks"] for row in chosen], middle, (low, high), fmt=f"{marker}-",
-                           capsize=3, ms=7, lw=1.5, label=label)  # fmt: skip
-    speed.set(xlabel="ranks", ylabel="tokens/s (bars: slowest and fastest round)", title="Speed")
-    speed.set_ylim(bottom=0)
+            axes.errorbar([row["ranks"] for row in chosen], middle, (low, high), fmt=f"{marker}-",
+                          capsize=3, ms=7, lw=1.5, label=label)  # fmt: skip
+    axes.set(xlabel="ranks", ylabel="tokens/s (bars: slowest and fastest round)", title="Speed")
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(ranks)
 
-    several = [n for n in ranks if n > 1]
-    own = [by["independent", n]["step_ms"] for n in several]
-    unsynchronized = [by["no_sync", n]["step_ms"] for n in several]
-    full = [by["weak", n]["step_ms"] for n in several]
-    bottom = [0.0, *([0.0] * len(several))]
-    labels = [str(n) for n in ranks]
-    pieces = {
-        "own work": [by["weak", 1]["step_ms"], *own],
-        "waiting for each other, sum of losses": [
-            0.0,
-            *(b - a for a, b in zip(own, unsynchronized)),
-        ],
-        "all-reduce of gradients": [0.0, *(b - a for a, b in zip(unsynchronized, full))],
-    }
-    for label, heights in pieces.items():
+
+def draw_parts(axes: Any, by: dict[tuple, dict]) -> None:
+    """Stacked milliseconds of a step under weak scaling, a bar for each number of ranks."""
+    ranks = sorted({n for _, n in by})
+    alone, unsynchronized, full = (
+        np.array([by[what if n > 1 else "weak", n]["step_ms"] for n in ranks])
+        for what in ("independent", "no_sync", "weak")
+    )
+    bottom = np.zeros(len(ranks))
+    for label, heights in (
+        ("own work", alone),
+        ("waiting for each other, sum of losses", unsynchronized - alone),
+        ("all-reduce of gradients", full - unsynchronized),
+    ):
         heights = np.maximum(heights, 0.0)  # a difference of medians can be negative by noise
-        parts.bar(labels, heights, bottom=bottom, label=label, width=0.6)
-        bottom = np.add(bottom, heights)
-    parts.set(xlabel="ranks", ylabel="ms", title="What a step consists of (weak scaling)")
-    parts.set_ylim(top=1.35 * max(bottom))
+        axes.bar([str(n) for n in ranks], heights, bottom=bottom, label=label, width=0.6)
+        bottom += heights
+    axes.set(xlabel="ranks", ylabel="ms", title="What a step consists of (weak scaling)")
+    axes.set_ylim(top=1.35 * max(bottom))
 
-    if prediction:
-        counts = range(1, PREDICTED[-1] + 1)
-        future.plot(counts, [100 * prediction.efficiency(n) for n in counts], "--",
-                    label="predicted, cores of its own for every rank")  # fmt: skip
-        future.plot(counts, [100 * prediction.here(n) / n for n in counts], ":",
-                    label="predicted, on this machine")  # fmt: skip
-        future.plot(several, [100 * by["weak", n]["of_independent"] for n in several], "o",
-                    label="measured, of independent processes")  # fmt: skip
-        future.set_xscale("log", base=2)
-        future.set_xticks([1, 2, *PREDICTED], [str(n) for n in (1, 2, *PREDICTED)])
-        future.set(xlabel="ranks", ylabel="efficiency (%)", title="Prediction (weak scaling)",
-                   ylim=(0, 125))  # fmt: skip
-    else:
-        future.set_axis_off()
-    for axes in (speed, parts, future) if prediction else (speed, parts):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    speed.set_xticks(ranks)
-    write_file(path, lambda file: figure.savefig(file, format="png", dpi=110))
+
+def draw_prediction(axes: Any, by: dict[tuple, dict], prediction: Prediction) -> None:
+    """Efficiency in percent over the number of ranks, predicted and measured."""
+    counts = range(1, PREDICTED[-1] + 1)
+    axes.plot(counts, [100 * prediction.efficiency(n) for n in counts], "--",
+              label="predicted, cores of its own for every rank")  # fmt: skip
+    axes.plot(counts, [100 * prediction.here(n) / n for n in counts], ":",
+              label="predicted, on this machine")  # fmt: skip
+    measured = sorted(n for what, n in by if what == "weak" and n > 1)
+    axes.plot(measured, [100 * by["weak", n]["of_independent"] for n in measured], "o",
+              label="measured, of independent processes")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, *PREDICTED], [str(n) for n in (1, 2, *PREDICTED)])
+    axes.set(xlabel="ranks", ylabel="efficiency (%)", title="Prediction (weak scaling)",
+             ylim=(0, 125))  # fmt: skip
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
@@ -656,74 +642,56 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], ar
     options, flags = parser.parse_known_args(argv)
     if not {"--builtin", "--corpus-file"} & {flag.partition("=")[0] for flag in flags}:
         flags += ["--builtin", "python-docs"]  # full windows: every step has the same work
+    common.refuse_flags(flags, common.BETWEEN_UPDATES, "scaling")
     settings = parse_settings(flags)
-    for flag in ("resume", "generate", "dry_run"):
-        if getattr(settings, flag):
-            raise UserError(f"--{flag.replace('_', '-')} has no meaning for this lab")
     if settings.model == "tiny":
         build_data(settings)  # what is wrong with it is said before any process is started
     return options, flags, settings
 
 
-def output_folder(settings: argparse.Namespace) -> Path:
-    """Makes the folder for the results. Raises `UserError` if it already holds some."""
-    name = f"scaling-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    folder = settings.output_dir or Path("runs") / name
-    old = [name for name in OUTPUTS if (folder / name).exists()]
-    if old and not settings.overwrite:
-        raise UserError(
-            f"--output-dir {folder} already holds {old[0]}; choose another, or give --overwrite"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output-dir {folder} cannot be written to")
-    return folder
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    say = Launch().say  # to a reader who may leave: `| head`
-    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
-        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "–"
+    """From the command line to table, conclusion, prediction and picture."""
+    print_on_any_terminal()
     with one_clear_ending(Where()):
-        if "RANK" in os.environ:
-            raise UserError("the lab starts its own ranks: run it with python -m labs.scaling")
+        common.refuse_launcher("scaling")
         options, flags, settings = parse(argv)
         require_matplotlib()
-        affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
-        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        most = options.ranks[-1]
+        cores, most = usable_cores(), options.ranks[-1]
         threads = settings.threads or max(1, cores // most)
-        folder = output_folder(settings)
+        folder = common.results_folder("scaling", OUTPUTS, settings.output_dir, settings.overwrite)
         teams: dict[int, Team] = {}
         try:
             for ranks in options.ranks:
                 teams[ranks] = Team(ranks, flags, read_launcher().timeout)
             facts = [team.answers()[0] for team in teams.values()][-1]
             size = facts["bytes"]
-            say(
+            common.say(
                 f"{settings.model}, {size / 1e6:.2f} MB of gradients, {facts['device']}, backend "
                 f"{facts['backend']}; {cores} cores, {threads} threads per rank; {options.rounds} "
                 "rounds"
             )  # fmt: skip
-            everything = min(cores, threads * most)
             blocks, links = measure(
-                teams, size, settings.batch_size, options.rounds, threads, everything
-            )
+                teams, size, settings.batch_size, options.rounds, threads,
+                min(cores, threads * most),
+            )  # fmt: skip
         finally:
             for team in teams.values():
                 team.end()
         rows = [row_of(what, ranks, blocks) for what, ranks in blocks]
-        say(f"\n{table(rows, settings.batch_size)}\n")
+        common.say(f"\n{table(rows, settings.batch_size)}\n")
         prediction = None
         if most > 1:
             prediction = Prediction(blocks, most, size, links, cores)
-            say(f"{conclusion(rows, most, cores)}\n\n{forecast(prediction, rows)}\n")
+            common.say(f"{conclusion(rows, most, cores)}\n\n{forecast(prediction, rows)}\n")
         write_csv(rows, folder / "scaling.csv")
         draw(rows, prediction, folder / "scaling.png")
-        say(f"written to {folder}: {' '.join(OUTPUTS)}")
+        common.say(f"written to {folder}: {' '.join(OUTPUTS)}")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def test_a_bandwidth_too_high_to_be_seen_is_left_out():
     [
         ("--ranks", "0"), ("--ranks", "x"), ("--ranks", "1,,2"), ("--ranks", "1.5"), (),
         ("--ranks", "1,2", "--rounds", "0"), ("--ranks", "1,2", "--heads", "3"),
-        ("--ranks", "1,2", "--resume", "runs/x"), ("--ranks", "1,2", "--dry-run"),
+        ("--ranks", "1,2", "--resume", "runs/x"), ("--ranks", "1,2", "--save-every", "9"),
         ("--ranks", "1,2", "--no-such-flag"), ("--ranks", "1,2", "--corpus-file", "missing.txt"),
     ],
     ids=" ".join,
