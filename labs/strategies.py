@@ -25,10 +25,11 @@ what a step does, where ranks meet; they are the section "The strategies". The o
 start ranks and compare. The engines are PyTorch's own. Rank 0 first trains the same model on the
 same global batches alone, and the run fails if the strategy gives other numbers.
 
-All strategies follow the gradient of the reference's `training_step`, that of the mean over all
-valid tokens of the global batch: G = (1/n) · Σ_r ∇S_r, with S_r the summed loss of rank r's part.
-Here each rank reads the whole global batch before it takes its part, so n is known beforehand.
-There is no gradient clipping: where ranks hold different parameters its norm is one more meeting.
+All strategies follow the gradient of `training_step` in llm_ddp_parallel_training.py (the
+reference), that of the mean over all valid tokens of the global batch: G = (1/n) · Σ_r ∇S_r, with
+S_r the summed loss of rank r's part. Here each rank reads the whole global batch before it takes
+its part, so n is known beforehand. There is no gradient clipping: where ranks hold different
+parameters its norm is one more meeting.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import datetime
-import functools
 import itertools
 import json
 import logging
@@ -81,6 +80,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llm_ddp_parallel_training as reference
+from labs import common
 from llm_ddp_parallel_training import RunError, UserError, summed_loss, valid_targets
 
 WATCHED_STEP = 3  # traffic and memory are counted there: DDP arranges its buckets until step 2
@@ -118,7 +118,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
     what("--compare", action="store_true", help="all of them, one after the other, in one table")
     add = parser.add_argument
     add("--ranks", type=number(int, 1, 64),
-        help="start so many ranks from here, instead of with python -m torch.distributed.run")
+        help="start this many ranks from here, instead of with python -m torch.distributed.run")
     add("--global-batch", type=number(int, 1), default=16,
         help="sequences in an update over all ranks, the same for every strategy (default: 16)")
     add("--schedule", choices=("gpipe", "1f1b"), default="1f1b",
@@ -133,19 +133,14 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
         help="fsdp: write a sharded checkpoint in the background after half of the steps")
     add("--load", type=Path, metavar="FOLDER",
         help="one, ddp, fsdp: go on from such a checkpoint, on any number of ranks")
-    add("--no-baseline", action="store_true",
-        help="leave out the comparison, for a model that does not fit into one process")
     add("--report", type=Path, metavar="FILE", help="also write the results as JSON")
     add("--output-dir", type=Path,
         help="--compare: for table and picture (default: runs/strategies-<date>-<time>)")
     add("--overwrite", action="store_true", help="--compare: replace what --output-dir holds")
     # fmt: on
     options, rest = parser.parse_known_args(argv)
-    given = vars(reference.flag_parser().parse_args(rest))
-    if other := sorted(given.keys() - TAKEN):
-        name = other[0].replace("_", "-")
-        raise UserError(f"--{name} means nothing here; flags of the training script are {flags}")
-    return options, reference.parse_settings([*DEFAULTS, *rest]), rest
+    common.refuse_flags(rest, reference.DEFAULTS.keys() - TAKEN, "strategies")
+    return options, reference.parse_settings(DEFAULTS + rest), rest
 
 
 def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> None:
@@ -690,7 +685,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 # ------------------------------------------------------------------------------------------
-# Small helpers of the strategies
+# Small functions of the strategies
 # ------------------------------------------------------------------------------------------
 
 
@@ -729,6 +724,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local(t).numel() * t.element_size() for t in tensors)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All tensors that the optimizer keeps."""
+    return itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
 
 
 def as_reference(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -997,20 +997,19 @@ def train(strategy: Strategy, batches: Iterable[dict], saver: Saver | None = Non
             loss = strategy.forward_backward(part, valid_targets(batch["labels"]))
             gradients = nbytes(p.grad for p in parameters)
             peak = watch.peak if number == WATCHED_STEP else peak
-            if number == 1 and not strategy.options.no_baseline:
+            if number == 1:
                 strategy.first_gradients = strategy.gradients()
             if number == WATCHED_STEP - 1:  # DDP's gradients stay where they are: in its buckets
-                state = (v for values in strategy.optimizer.state.values() for v in values.values())
-                known = [*parameters, *(p.grad for p in parameters), *state]
+                known = [*parameters, *(p.grad for p in parameters), *state_of(strategy.optimizer)]
                 watch = Watch(known, parameters)
             strategy.update()
             strategy.record(strategy.total_loss(loss))
         seconds.append(time.perf_counter() - begin)
         if saver:
             saver.after_step(step)
-    state = (v for values in strategy.optimizer.state.values() for v in values.values())
     return {
-        "parameters": nbytes(parameters), "gradients": gradients, "optimizer": nbytes(state),
+        "parameters": nbytes(parameters), "gradients": gradients,
+        "optimizer": nbytes(state_of(strategy.optimizer)),
         "activations": peak, "traffic": watch.traffic if watch else {},
         "seconds": statistics.median(seconds[WATCHED_STEP:] or [0.0]),  # a server has none
     }  # fmt: skip
@@ -1020,55 +1019,78 @@ def run_strategy(
     launch: reference.Launch, options: argparse.Namespace, settings: argparse.Namespace
 ) -> None:
     """One strategy on the ranks that were launched, beside one process. Ranks meet."""
-    o, s, name, server = options, settings, options.strategy, options.strategy == "parameter-server"
+    o, s, first = options, settings, launch.rank == 0
     saved = read_config(o.load) if o.load else {}
     reference.choose_device(launch, s)
     reference.set_up(launch)
-    gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
-    if launch.device.type == "cuda" and gloo and not server:
-        raise UserError(f"--strategy {name} on CUDA needs NCCL and a GPU per rank; use --cpu")
     run = build(launch, s)
-    if len(run.data.train) < o.global_batch:
-        raise UserError(f"--global-batch {o.global_batch} of {len(run.data.train)} samples")
-    shape = {"model": s.model, **getattr(run.model, "config", {"base": s.base_model})}
-    for what in (what for what in shape if o.load and saved.get(what) != shape[what]):
-        raise UserError(f"--load: {what} was {saved.get(what)} there and is {shape[what]} here")
-    if o.load and saved["step"] >= s.max_steps:
-        raise UserError(f"--max-steps {s.max_steps}: the checkpoint has {saved['step']} already")
-    batches = functools.partial(global_batches, run, o.global_batch)
-    alone = dataclasses.replace(run, model=copy.deepcopy(run.model))
-    strategy, baseline = STRATEGIES[name](run, o), None
+    config = {"model": s.model, **getattr(run.model, "config", {"base": s.base_model})}
+    check_run(run, o, config, saved)
+    alone = dataclasses.replace(run, model=copy.deepcopy(run.model) if first else None)
+    strategy, baseline = STRATEGIES[o.strategy](run, o), None
+    server = isinstance(strategy, ParameterServer)
     if o.global_batch < strategy.data_ranks:
         raise UserError(f"--global-batch {o.global_batch} for {strategy.data_ranks} parts")
     for what, chosen, why in launch.choices:
         launch.say(f"{what:10} {chosen} ({why})")
 
     with reference.Watchdog(launch):
-        if launch.rank == 0 and not o.no_baseline:
-            baseline = Strategy(alone, o)
-            if o.load:
-                load_sharded(baseline, o.load, alone=True)
-            train(baseline, batches())
-        if baseline and not (server and o.mode == "async"):
-            strategy.expected = baseline.losses
+        if first:
+            baseline = train_alone(alone, o)
+            strategy.expected = [] if server and o.mode == "async" else baseline.losses
         if o.load:
             load_sharded(strategy, o.load, alone=launch.world_size == 1)
         strategy.shown = True
-        saver = Saver(strategy, o.save, s.max_steps // 2, shape) if o.save else None
-        if server and launch.rank == 0:
+        saver = Saver(strategy, o.save, s.max_steps // 2, config) if o.save else None
+        batches = global_batches(run, o.global_batch)
+        if server and first:
             strategy.serve()
-        measured = train(strategy, () if server and launch.rank == 0 else batches(), saver)
+            batches = ()
+        measured = train(strategy, batches, saver)
         if saver:
             saver.finish()
         ranks = strategy.collect(measured)
-    if launch.rank == 0:
-        report = {"strategy": name, "losses": strategy.losses, "ranks": ranks, **strategy.extra}
+    if first:
+        report = {"strategy": o.strategy, "losses": strategy.losses, "ranks": ranks}
+        report |= strategy.extra
         report |= differences(strategy, baseline) if strategy.expected else {}
         print_report(report, launch)
         if o.report:
             reference.write_json(o.report, report)
         if s.precision == "fp32":
             require_equal(report)
+
+
+def check_run(run: reference.Run, o: argparse.Namespace, config: dict, saved: dict) -> None:
+    """Refuses what model, data and backend make impossible. Raises `UserError`.
+
+    `config` is the shape of the model, `saved` that of the checkpoint to go on from, if any.
+    """
+    launch, steps, samples = run.launch, run.settings.max_steps, len(run.data.train)
+    gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
+    changed = ", ".join(
+        f"{what} was {saved.get(what)} there and is {here} here"
+        for what, here in config.items() if saved and saved.get(what) != here
+    )  # fmt: skip
+    for refused, why in (
+        (launch.device.type == "cuda" and gloo and o.strategy != "parameter-server",
+         f"--strategy {o.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
+        (samples < o.global_batch, f"--global-batch {o.global_batch} of {samples} samples"),
+        (changed, f"--load: {changed}"),
+        (saved and saved["step"] >= steps,
+         f"--max-steps {steps}: the checkpoint has {saved.get('step')} already"),
+    ):  # fmt: skip
+        if refused:
+            raise UserError(why)
+
+
+def train_alone(run: reference.Run, options: argparse.Namespace) -> Strategy:
+    """One process on the same global batches, from the same checkpoint."""
+    baseline = Strategy(run, options)
+    if options.load:
+        load_sharded(baseline, options.load, alone=True)
+    train(baseline, global_batches(run, options.global_batch))
+    return baseline
 
 
 def differences(strategy: Strategy, baseline: Strategy) -> dict[str, float]:
@@ -1136,15 +1158,9 @@ def traffic_text(traffic: dict[str, Sequence[float]]) -> str:
 # ------------------------------------------------------------------------------------------
 
 
-def end_with_parent() -> None:
-    """Ends this process as soon as the lab is gone, however it was ended; for a thread."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def run_rank(argv: list[str], environment: dict[str, str], log: str | None) -> None:
     """What a process that `start_ranks` started does."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    common.end_with_lab()
     os.environ.update(environment)
     if log:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -1157,27 +1173,15 @@ def start_ranks(
     ranks: int, argv: list[str], log: Path | None = None, may_die: bool = False,
     patience: float = math.inf,
 ) -> list[int]:  # fmt: skip
-    """Runs `main(argv)` in so many processes; returns their exit statuses.
+    """Runs `main(argv)` in `ranks` processes; returns their exit statuses.
 
-    Where the system allows it they are forked from a server that has imported PyTorch once. When
-    one fails, the others are ended, as torchrun does, unless they `may_die`; after `patience`
+    When one fails, the others are ended, as torchrun does, unless they `may_die`; after `patience`
     seconds, all.
     """
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload(PRELOADED)
-    # This process keeps the store, so that ranks may come and go.
-    libuv = sys.platform != "win32"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
-    processes = []
+    context, processes = common.process_context(ENGINES), []
+    _store, environments = common.local_launch(ranks)  # kept until all have ended
     try:
-        for rank in range(ranks):
-            environment = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }  # fmt: skip
+        for environment in environments:
             arguments = (argv, environment, str(log) if log else None)
             process = context.Process(target=run_rank, args=arguments)
             process.start()
@@ -1197,9 +1201,9 @@ def start_ranks(
     return [process.exitcode for process in processes]
 
 
-PRELOADED = [  # imports that take seconds
-    "llm_ddp_parallel_training", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-    "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+ENGINES = [  # imports that take seconds
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
 ]  # fmt: skip
 COMPARED = (  # what the table calls it, ranks, flags
     ("one process", 1, ["--strategy", "one"]),
@@ -1212,6 +1216,8 @@ COMPARED = (  # what the table calls it, ranks, flags
     ("parameter server, async", 3, ["--strategy", "parameter-server", "--mode", "async"]),
     ("FSDP + tensor", 4, ["--strategy", "fsdp+tensor"]),
 )
+OUTPUTS = ("strategies.txt", "strategies.md", "strategies.png")
+KINDS = ("log", "json")  # what each strategy printed and reported
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
 HEADER = (
     "strategy", "ranks", "Δ gradient", "Δ loss", *(f"{name} MB" for name in MEMORY),
@@ -1225,33 +1231,23 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
         "--global-batch", str(options.global_batch),
         "--micro-batches", str(options.micro_batches), *flags,
     ]  # fmt: skip
-    for name in ("ranks", "kill_worker_after", "save", "load", "no_baseline", "report"):
+    for name in ("ranks", "kill_worker_after", "save", "load", "report"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} means nothing with --compare")
     for _, ranks, own in COMPARED:
         parsed = parse_options([*own, *flags])
         check_options(*parsed[:2], ranks)
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = options.output_dir or Path("runs") / f"strategies-{now}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        filled = any(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"--output-dir {folder}: {reference.reason_of(error)}") from None
-    if filled and not options.overwrite:
-        raise UserError(f"--output-dir {folder} already holds something; give --overwrite")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output-dir {folder} cannot be written to")
+    outputs = [*OUTPUTS, *(f"{slug(name)}.{kind}" for name, *_ in COMPARED for kind in KINDS)]
+    folder = common.results_folder("strategies", outputs, options.output_dir, options.overwrite)
     gpus = torch.cuda.device_count() if settings.device in ("auto", "cuda") else 0
-    reports, say = [], reference.Launch().say
+    reports = []
     for name, ranks, own in COMPARED:
         begin = time.monotonic()
-        slug = name.replace(",", "").replace(" + ", "-").replace(" ", "-").lower()
-        log, result = folder / f"{slug}.log", folder / f"{slug}.json"
+        log, result = (folder / f"{slug(name)}.{kind}" for kind in KINDS)
         for old in (log, result):
             old.unlink(missing_ok=True)
         if 0 < gpus < ranks and "server" not in name:
-            say(f"{name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
+            common.say(f"{name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
             continue
         argv = [*own, "--report", str(result), *flags]
         statuses = start_ranks(ranks, argv, log, patience=PATIENCE_S)
@@ -1259,12 +1255,17 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
             print(log.read_text("utf-8", errors="replace"), file=sys.stderr)
             raise RunError(f"{name} failed with statuses {statuses}; see {log}")
         reports.append({"name": name, **json.loads(result.read_text("utf-8"))})
-        say(f"{name}: {time.monotonic() - begin:.1f} s")
+        common.say(f"{name}: {time.monotonic() - begin:.1f} s")
     table = as_table([HEADER, *map(table_row, reports)])
     for name in ("strategies.txt", "strategies.md"):  # aligned Markdown reads well as text
         reference.write_file(folder / name, lambda file: file.write(table.encode("utf-8")))
     draw(reports, folder / "strategies.png")
-    say(f"\n{table}\nwritten to {folder}: strategies.txt strategies.md strategies.png")
+    common.say(f"\n{table}\nwritten to {folder}: {' '.join(OUTPUTS)}")
+
+
+def slug(name: str) -> str:
+    """The table's name of a strategy as a file name: 'pipeline, 1F1B' → 'pipeline-1f1b'."""
+    return name.replace(",", "").replace(" + ", "-").replace(" ", "-").lower()
 
 
 def table_row(report: dict) -> list[str]:
@@ -1297,11 +1298,9 @@ def as_table(lines: Sequence[Sequence[str]]) -> str:
 def draw(reports: list[dict], path: Path) -> None:
     """Three panels with a bar per rank: memory stacked, bytes sent by collective, time."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     memory, traffic, seconds = figure.subplots(1, 3, sharey=True, width_ratios=(5, 4, 3))
     ranks = [rank for report in reports for rank in report["ranks"]]
     counts = [len(report["ranks"]) for report in reports]
@@ -1336,16 +1335,13 @@ def draw(reports: list[dict], path: Path) -> None:
 def main(argv: Sequence[str] | None = None, started: bool = False) -> None:
     """One strategy on these ranks, or with --ranks and --compare on ranks that are started."""
     where = reference.Where()
-    with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
-        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×" or "Δ"
+    reference.print_on_any_terminal()
     with reference.one_clear_ending(where):
         launch = reference.read_launcher(where)
         argv = list(sys.argv[1:] if argv is None else argv)
         options, settings, flags = parse_options(argv)
-        launched = launch.world_size > 1 and not started
-        if launched and (options.compare or options.ranks):
-            flag = "--compare" if options.compare else "--ranks"
-            raise UserError(f"{flag} starts the ranks itself: use python -m labs.strategies")
+        if not started and (options.compare or options.ranks):
+            common.refuse_launcher("strategies")
         if options.compare:
             reference.require_matplotlib()
             return compare(options, settings, flags)

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, clean_environment
 
 ENDLESS = {  # a command that would go on for minutes, and what it prints when its ranks are busy
-    "strategies": ("--strategy ddp --ranks 2 --cpu --no-baseline --max-steps 100000", "step   5 "),
+    "strategies": ("--strategy ddp --ranks 2 --cpu --max-steps 100000", "backend "),
     "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "1000 rounds"),
     "break_it": ("--all", "detector"),
 }
