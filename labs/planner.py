@@ -4,7 +4,8 @@ The exercise: 13 billion parameters, 200 GB of text, 4 nodes of 8 A100:
 
     python -m labs.planner --params 13e9 --data 200GB --gpu a100-80gb --nodes 4 --gpus-per-node 8
 
-The reference's own runs, by its own flags; `--dry-run` there prints the same estimate:
+Runs of llm_ddp_parallel_training.py (the reference) by its own flags; its `--dry-run` prints the
+same estimate:
 
     python -m labs.planner --model tiny --d-model 256 --layers 4 --seq-len 256 --batch-size 16
     python -m labs.planner --model qwen --batch-size 4 --gradient-checkpointing --gpu t4-16gb
@@ -50,7 +51,7 @@ class Gpu:
 
     memory: float  # bytes; the few percent that a GB of 2^30 has more are left to CUDA and NCCL
     peak: float  # FLOP/s of dense 16-bit matrix products
-    link: float  # bytes/s, each direction, to the other GPUs of the node
+    link: float  # bytes/s, each direction, to the other GPUs of the node (NVLink or PCIe)
     network: str  # what usually connects nodes of it
 
 
@@ -486,11 +487,6 @@ def expected_slowest(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def gradient_bytes(trained: int) -> int:
-    """Bytes of gradients that DDP all-reduces an update: fp32, every trained parameter once."""
-    return 4 * trained
-
-
 def data_parallel_seconds(run: Run, layout: Layout, compute: float) -> tuple[float, float]:
     """(all, exposed) seconds of the communication among data-parallel ranks, in an update.
 
@@ -617,17 +613,15 @@ def fit_link(
     return best
 
 
-def simulate_stragglers(
-    gpus: int, jitter: float, slow_share: float, slow_by: float, steps: int = 2000, seed: int = 0
-) -> float:
+def simulate_stragglers(gpus: int, jitter: float, slow_share: float, slow_by: float) -> float:
     """Mean step time with stragglers, as a multiple of the step of an undisturbed GPU.
 
     Each step takes as long as its slowest rank: the largest of n normal values, drawn at once as
     the quantile of U^(1/n). Besides, each GPU is for a while (100 steps) slow by `slow_by`, with
     probability `slow_share`: a hot card, a bad link, a busy host.
     """
-    chance, normal = random.Random(seed), statistics.NormalDist()
-    total, slow = 0.0, 0
+    chance, normal = random.Random(0), statistics.NormalDist()
+    total, slow, steps = 0.0, 0, 2000
     for step in range(steps):
         if step % 100 == 0:
             slow = sum(chance.random() < slow_share for _ in range(gpus))
@@ -646,16 +640,15 @@ def largest_normal(count: int, chance: random.Random, normal: statistics.NormalD
 
 
 def simulate_failures(
-    work: float, between: float, interval: float, blocking: float, restart: float,
-    repeats: int = 20, seed: int = 0,
-) -> dict[str, float]:  # fmt: skip
+    work: float, between: float, interval: float, blocking: float, restart: float
+) -> dict[str, float]:
     """A run of `work` seconds with a failure every `between` seconds on average, all synchronous.
 
     Any failure stops all ranks; they go on `restart` seconds later from the last checkpoint, and a
     checkpoint stops the work for `blocking` seconds after every `interval` of it. Returns means
-    over `repeats` runs: wall seconds, failures, lost seconds, and the share of useful time.
+    over 20 runs: wall seconds, failures, lost seconds, and the share of useful time.
     """
-    chance = random.Random(seed)
+    chance, repeats = random.Random(0), 20
     wall = failures = lost = done = 0.0
     for _ in range(repeats):
         left = work
@@ -695,8 +688,10 @@ def daly(blocking: float, between: float) -> float:
 
 
 def useful_share(interval: float, blocking: float, between: float, restart: float) -> float:
-    """Share of the wall time that is training, failures and checkpoints included (Daly 2006,
-    equation 20, whose wall time is M · e^(R/M) · (e^((τ+δ)/M) − 1) · work / τ)."""
+    """Share of the wall time that is training, failures and checkpoints included.
+
+    Daly 2006, equation 20, whose wall time is M · e^(R/M) · (e^((τ+δ)/M) − 1) · work / τ.
+    """
     if (interval + blocking + restart) / between > 700:  # beyond what a float holds
         return 0.0
     growth = math.expm1((interval + blocking) / between)
@@ -893,45 +888,64 @@ def rejected(best: Candidate, seen: Sequence[Candidate]) -> list[str]:
 
 def launch_lines(best: Candidate) -> list[str]:
     """Commands that start the run: the reference, where it is the program, else what to write."""
-    run, layout, machine, m = best.run, best.layout, best.run.machine, best.run.model
-    start = f"python -m torch.distributed.run --nproc_per_node={machine.gpus_per_node} "
-    start += "--standalone" if machine.nodes == 1 else (
-        f"--nnodes={machine.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=job1"
-    )  # fmt: skip
-    start = "python" if machine.gpus == 1 else start
-    if layout.kind == "ddp" and (run.lora_r or m.name == "tiny"):
-        flags = ["--model qwen" if run.lora_r else "--model tiny"]
-        flags += ["--cpu"] if machine.name == "cpu" else []
-        if run.lora_r:
-            flags += [] if m.name == "qwen2.5-0.5b" else ["--base-model FOLDER"]
-            flags += [f"--lora-r {run.lora_r} --lora-targets {','.join(run.lora_targets)}"]
-            flags += ["--gradient-checkpointing"] if layout.checkpointing else []
-        else:
-            flags += [f"--d-model {m.width} --layers {m.layers} --heads {m.heads}"]
-        flags += [f"--batch-size {run.batch} --grad-accum {run.accum} --seq-len {run.seq_len}"]
-        return [f"{start} llm_ddp_parallel_training.py {' '.join(flags)}"]
-    steps = {
-        "alone": "the model as it is, one process",
+    run, layout, machine = best.run, best.layout, best.run.machine
+    start = "python"
+    if machine.gpus > 1:
+        start += f" -m torch.distributed.run --nproc_per_node={machine.gpus_per_node} " + (
+            "--standalone" if machine.nodes == 1 else f"--nnodes={machine.nodes} "
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --rdzv-id=job1"
+        )  # fmt: skip
+    if layout.kind == "ddp" and (run.lora_r or run.model.name == "tiny"):
+        return [f"{start} llm_ddp_parallel_training.py {reference_flags(best)}"]
+    return [
+        f"{start} your_training.py" + ("   # on every node" if machine.nodes > 1 else ""),
+        f"# in it, {run.accum} micro-batches of {run.batch} × {run.seq_len} an update; "
+        + engine_calls(layout),
+        f"python -m labs.strategies {practice(layout)} --cpu   # the same on a laptop",
+    ]
+
+
+def reference_flags(best: Candidate) -> str:
+    """The run in the flags of llm_ddp_parallel_training.py."""
+    run, m = best.run, best.run.model
+    flags = ["--model qwen" if run.lora_r else "--model tiny"]
+    flags += ["--cpu"] if run.machine.name == "cpu" else []
+    if run.lora_r:
+        flags += [] if m.name == "qwen2.5-0.5b" else ["--base-model FOLDER"]
+        flags += [f"--lora-r {run.lora_r} --lora-targets {','.join(run.lora_targets)}"]
+        flags += ["--gradient-checkpointing"] if best.layout.checkpointing else []
+    else:
+        flags += [f"--d-model {m.width} --layers {m.layers} --heads {m.heads}"]
+    flags += [f"--batch-size {run.batch} --grad-accum {run.accum} --seq-len {run.seq_len}"]
+    return " ".join(flags)
+
+
+def engine_calls(layout: Layout) -> str:
+    """What a training script has to call of PyTorch for this layout."""
+    calls = {
         "ddp": "DistributedDataParallel(model, gradient_as_bucket_view=True)",
         "zero1": "DistributedDataParallel(model), ZeroRedundancyOptimizer(..., AdamW)",
         "zero2": "fully_shard(layer, reshard_after_forward=False) for each layer and the model",
         "fsdp": "fully_shard(layer) for each layer, then fully_shard(model)",
-    }["alone" if machine.gpus == 1 else layout.kind]
+    }[layout.kind]
+    if layout.gpus == 1:
+        calls = "the model as it is, one process"
     if 1 < layout.shard < layout.data:
-        steps += f" on a mesh of {layout.data // layout.shard} × {layout.shard}"
-    steps = f"parallelize_module over {layout.tensor}, then {steps}" if layout.tensor > 1 else steps
+        calls += f" on a mesh of {layout.data // layout.shard} × {layout.shard}"
+    if layout.tensor > 1:
+        calls = f"parallelize_module over {layout.tensor}, then {calls}"
     if layout.pipeline > 1:
-        steps = f"{layout.pipeline} pipeline stages (1F1B), and in each {steps}"
-    practice = "fsdp" if layout.kind != "ddp" else "tensor" if layout.tensor > 1 else "ddp"
-    practice += "+tensor" if practice == "fsdp" and layout.tensor > 1 else ""
-    practice = "pipeline" if layout.pipeline > 1 else practice
-    return [
-        f"{start} your_training.py" + ("   # on every node" if machine.nodes > 1 else ""),
-        f"# in it, {run.accum} micro-batches of {run.batch} × {run.seq_len} an update; {steps}"
-        + ("; checkpoint each layer" if layout.checkpointing else ""),
-        f"python -m labs.strategies --strategy {practice} --ranks {4 if '+' in practice else 2} "
-        "--cpu   # the same on a laptop",
-    ]
+        calls = f"{layout.pipeline} pipeline stages (1F1B), and in each {calls}"
+    return calls + ("; checkpoint each layer" if layout.checkpointing else "")
+
+
+def practice(layout: Layout) -> str:
+    """The flags of `labs.strategies` that come nearest."""
+    if layout.pipeline > 1:
+        return "--strategy pipeline --ranks 2"
+    if layout.kind == "ddp":
+        return f"--strategy {'tensor' if layout.tensor > 1 else 'ddp'} --ranks 2"
+    return "--strategy fsdp+tensor --ranks 4" if layout.tensor > 1 else "--strategy fsdp --ranks 2"
 
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -951,7 +965,8 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         },
         "memory": best.memory,
         "memory_by_layout": {one.name: memory(run, one) for one in same},
-        "gradient_bytes": gradient_bytes(run.trained) if machine.gpus > 1 else 0,
+        # What DDP all-reduces in an update: fp32, every trained parameter once.
+        "gradient_bytes": 4 * run.trained if machine.gpus > 1 else 0,
         "flops_per_token": flops_per_token(run),
         "step": best.step,
         "tokens_per_second": best.tokens_per_second,
@@ -1023,16 +1038,22 @@ def scaling(run: Run, layout: Layout) -> dict[str, Any]:
 
 
 def faults(run: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> dict[str, float]:
-    """Stragglers and failures in ten days of this run on so many GPUs, simulated."""
-    between, full = args.mtbf * 3600 / gpus, 12 * run.trained
-    blocking = full / resized(layout, gpus).gpus / args.snapshot
-    interval = max(daly(blocking, between), full / args.storage)
-    seen = simulate_failures(10 * 86400.0, between, interval, blocking, args.restart)
+    """Stragglers and failures in ten days of this run on `gpus` GPUs, simulated.
+
+    Checkpoints are written in the background, as often as `checkpoints` says.
+    """
+    there = dataclasses.replace(run, machine=run.machine.of_size(gpus))
+    saved = checkpoints(there, resized(layout, gpus), 1.0, args)
+    way, between = saved["ways"]["background"], saved["between_failures_seconds"]
+    seen = simulate_failures(
+        10 * 86400.0, between, way["interval_seconds"], way["blocking_seconds"], args.restart
+    )
     return {
-        "gpus": gpus, "failures_per_day": 86400 / between, "interval_seconds": interval,
+        "gpus": gpus, "failures_per_day": 86400 / between,
+        "interval_seconds": way["interval_seconds"],
         "slowdown": simulate_stragglers(gpus, args.jitter, args.slow_share, args.slow_by),
         "useful_share": seen["useful"], "lost_hours": seen["lost"] / 3600,
-        "useful_share_formula": useful_share(interval, blocking, between, args.restart),
+        "useful_share_formula": way["useful_share"],
     }  # fmt: skip
 
 
@@ -1129,7 +1150,7 @@ def describe_time(plan: dict[str, Any]) -> list[str]:
 
 
 def describe_scaling(s: dict[str, Any]) -> list[str]:
-    lines = [f"{'efficiency on so many GPUs':34}" + "".join(f"{r['gpus']:>8}" for r in s["gpus"])]
+    lines = [f"{'efficiency by number of GPUs':34}" + "".join(f"{r['gpus']:>8}" for r in s["gpus"])]
     for kind, what in (("weak", "same batch a GPU"), ("strong", "same global batch")):
         row = "".join(f"{one[kind]:>8.1%}" if one[kind] else f"{'–':>8}" for one in s["gpus"])
         lines.append(f"  {kind + ' scaling, ' + what:32}{row}")
@@ -1196,16 +1217,15 @@ def recommend(plan: dict[str, Any]) -> list[str]:
 def draw_memory(plan: dict[str, Any], path: Path) -> None:
     """Stacked bars of memory per layout, with the limit of the GPU; PNG, SVG or PDF by suffix."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise PlanError("--picture needs matplotlib: pip install matplotlib") from None
     if path.is_dir() or not path.suffix:  # matplotlib would write to another name
         raise PlanError(f"--picture {str(path)!r}: give a file name that ends in .png")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
     rows, batch, machine = plan["memory_by_layout"], plan["batch"], plan["machine"]
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+    axes = figure.subplots()
     left = [0.0] * len(rows)
     for part in plan["memory"]:
         values = [one[part] / 1e9 for one in rows.values()]
@@ -1226,7 +1246,6 @@ def draw_memory(plan: dict[str, Any], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise PlanError(f"--picture {path}: {error}") from None
-    plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------
@@ -1285,7 +1304,7 @@ def flag_parser() -> argparse.ArgumentParser:
     ways = ("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp")
     groups = {
         "model": (
-            ("--model", names, None, "tiny and qwen: the reference's own runs (default: tiny)"),
+            ("--model", names, None, "tiny, qwen: those of llm_ddp_parallel_training.py (tiny)"),
             ("--params", number(float, 1e5, 1e14), None, "of a Llama-like model: 13e9 or 13B"),
             ("--d-model", count, None, "width, as the next five instead of the model's own"),
             ("--layers", count, None, "layers"),
@@ -1443,7 +1462,7 @@ def read_run(args: argparse.Namespace) -> Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the plan; returns the exit status, 2 for a question that makes no sense."""
     with contextlib.suppress(AttributeError):  # a notebook's stream has no codec
-        sys.stdout.reconfigure(errors="backslashreplace")  # for one that lacks "×"
+        sys.stdout.reconfigure(errors="backslashreplace")  # ASCII has no "×"
     try:
         args = flag_parser().parse_args(argv)
         plan = make_plan(args)

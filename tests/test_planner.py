@@ -12,22 +12,19 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from quick import here
 
 import llm_ddp_parallel_training as reference
+from labs import planner
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests/benchmarks"))
 
-import planner_memory  # noqa: E402
-
-from labs import planner  # noqa: E402
+import planner_memory
 
 EXERCISE = "--params 13e9 --data 200GB --gpu a100-80gb --nodes 4 --gpus-per-node 8 --price 2"
 
@@ -183,7 +180,6 @@ def test_ddp_sends_and_holds_the_bytes_that_the_plan_says():
         model = torch.nn.parallel.DistributedDataParallel(tiny(), gradient_as_bucket_view=True)
         model.register_comm_hook(None, hook)
         held = one_update(model)
-    assert sum(sent) == planner.gradient_bytes(shape.parameters)
     assert held == state_of("ddp", shape)
     flags = "--model tiny --d-model 64 --layers 3 --seq-len 32 --gpus-per-node 2"
     assert plan_of(flags)["gradient_bytes"] == sum(sent)
@@ -273,7 +269,7 @@ def test_weak_scaling_of_fsdp_is_that_of_torchtitan(jitter):
     assert (few - many) / 2**30 == pytest.approx(82.4 - 67.0, rel=0.15)
 
 
-def test_one_link_makes_both_scaling_figures_of_the_seeds(exercise):
+def test_one_link_makes_both_scaling_figures(exercise):
     fit = exercise["scaling"]["fit_90_at_16_75_at_128"]
     assert fit["first"] == pytest.approx(0.90, abs=0.002)
     assert fit["second"] == pytest.approx(0.75, abs=0.002)
