@@ -2091,9 +2091,11 @@ def generate(
     random = torch.Generator().manual_seed(seed)
     tokens = list(prompt.encode("utf-8"))
     begin, was_training = len(tokens), model.training
+    # The last position of a window has nothing to predict in training, so it has learned nothing.
+    trained_positions = model.config["seq_len"] - 1
     model.eval()
     for _ in range(length):
-        window = torch.tensor([tokens[-model.config["seq_len"] :]], device=device)
+        window = torch.tensor([tokens[-trained_positions:]], device=device)
         logits = model.logits(window)[0, -1].float().cpu() / temperature
         logits[PAD] = -math.inf
         token = int(torch.multinomial(logits.softmax(-1), 1, generator=random))

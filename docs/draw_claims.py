@@ -67,12 +67,12 @@ def draw_agreement(steps: list[dict], path: Path) -> None:
     b.set_title("2. An epoch: every record once, on one rank")
     b.legend(loc="upper right", fontsize=8, ncols=2)
 
-    layers = list(steps[-1]["gradient_norms"])
-    for i, rank in enumerate(steps[-1]["ranks"]):
+    layers = list(steps[0]["gradient_norms"])
+    for i, rank in enumerate(steps[0]["ranks"]):
         values = [rank["local_gradient_norms"][layer] for layer in layers]
         places = [x + (i - 1) * 0.27 for x in range(len(layers))]
         c.bar(places, values, 0.27, color=RANKS[i], label=f"rank {i}, own gradient")
-    averaged = [steps[-1]["gradient_norms"][layer] for layer in layers]
+    averaged = [steps[0]["gradient_norms"][layer] for layer in layers]
     c.bar([x + 0.27 for x in range(len(layers))], averaged, 0.27, color="black", label="averaged")
     names = [layer.replace("encoder.", "") for layer in layers]
     c.set_xticks(range(len(layers)), names, fontsize=8)

@@ -751,9 +751,10 @@ class EveryRankSaves(Bug):
     def detector(self, outcome):
         if self.rank == 0:
             state, paths = outcome
-            loaded = torch.load(paths[-1], weights_only=True)
-            same = torch.equal(loaded["random"], state["random"])
-            assert same, "read back, the file holds another rank's random state"
+            for path in paths:
+                loaded = torch.load(path, weights_only=True)
+                same = torch.equal(loaded["random"], state["random"])
+                assert same, "read back, the file holds another rank's random state"
 
 
 BUGS: dict[str, type[Bug]] = {

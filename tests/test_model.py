@@ -337,6 +337,16 @@ def test_a_prompt_longer_than_the_window_is_continued():
     assert 0 < len(text) <= 12
 
 
+def test_text_beyond_the_window_does_not_come_from_a_position_that_was_never_trained():
+    model, seen = model_of(seq_len=8), []
+    model.encoder.register_forward_hook(lambda _, inputs, output: seen.append(output.shape[1]))
+    labels = torch.randint(0, 256, (2, 8))
+    model(labels, labels).backward()
+    (trained,) = model.pos_emb.weight.grad.abs().sum(1).nonzero(as_tuple=True)
+    ddp.generate(model, "The ", 12, seed=0)
+    assert max(seen[1:]) == len(trained) == 7
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_written_out_layer_computes_what_pytorchs_layer_computes(dropout):
     torch.manual_seed(0)
