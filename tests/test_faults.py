@@ -177,7 +177,10 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     family = children(process.pid)
     assert len(family) == 2
     process.kill()
-    _, _, err = ending(process, 20)  # the ranks hold the pipes: it ends with the last of them
+    _, _, err = ending(process, 20)  # the ranks hold the pipes: it ends when they close them
+    end = time.monotonic() + 5
+    while alive(family) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not alive(family)
     assert err.count("the launcher was killed") == 1 and "stopped: SIGTERM after update" in err
     assert newest(run) == steps(run)[-1]
