@@ -552,7 +552,9 @@ def keep_freed_memory(launch: Launch) -> None:
         m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**30)
-        launch.choose("allocator", "keeps freed memory", "clearing it anew costs every step time")
+        launch.choose(
+            "allocator", "keeps freed memory", "the kernel would clear it anew in every update"
+        )
 
 
 def set_up(launch: Launch) -> None:
