@@ -487,15 +487,16 @@ def test_the_page_on_bugs_lists_those_that_the_lab_makes():
     assert [code(row[0]) for row in table(page_named("Common-Bugs"), "bugs")] == list(BUGS)
 
 
-def test_figures_of_the_performance_page_stand_where_they_were_measured():
-    page = page_named("Performance").read_text("utf-8")
+@pytest.mark.parametrize(("name", "at_least"), [("Performance", 50), ("Planning", 20)])
+def test_figures_of_a_page_stand_where_they_were_measured(name, at_least):
+    page = page_named(name).read_text("utf-8")
     measured = (ROOT / "tests" / "benchmarks" / "README.md").read_text("utf-8")
     measured += (ROOT / "README.md").read_text("utf-8")
     tables = re.findall(r"<!-- check: figures -->\n((?:\|.*\n)+)", page)
     figures = [
         f for t in tables for row in t.splitlines()[2:] for f in re.findall(r"\d[\d.,]*", row)
     ]
-    assert len(figures) > 50
+    assert len(figures) > at_least
     for figure in figures:
         assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d,]|\.\d)", measured), figure
 
