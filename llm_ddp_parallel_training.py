@@ -19,7 +19,8 @@ Qwen2.5-0.5B-Instruct with LoRA, one process per GPU:
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         llm_ddp_parallel_training.py --model qwen --batch-size 1 --seq-len 64 --max-steps 2
 
-It is read from top to bottom. Who came for DDP reads six sections, about 900 lines:
+It is read from top to bottom. Who came for DDP reads six sections, about 950 lines,
+each found by its name behind a "# " ("# Sampler"):
 
     launch and process group     who am I, which device, which backend
     sampler                      how ranks share the samples of an epoch
@@ -287,7 +288,7 @@ def flag_parser() -> argparse.ArgumentParser:
     add("--lora-targets", metavar="NAMES",
         help="Linear layers that get an adapter (default: q_proj,v_proj)")
     add("--gradient-checkpointing", action="store_true",
-        help="compute each layer twice and keep less: when memory runs out at --batch-size 1")
+        help="compute most layers twice and keep less: when memory runs out at --batch-size 1")
     add("--merge", action="store_true",
         help="also write merged/, a plain transformers model with the adapter merged in")
 
@@ -1959,8 +1960,11 @@ def training_step(
         g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
 
     n is only known when all ranks have added up; it travels together with the loss, after the
-    backward pass. Any c gives the same G; with the most tokens a rank can have, c·N / n is 1 when
-    no window holds padding, and a rank can begin before it knows n.
+    backward pass. Any c gives the same G, and with a constant a rank can begin before it knows n.
+    c is the most targets that a rank can have in an update: 8 windows of 64 tokens give 8 · 63 =
+    504, since the first token of a window has nothing before it. Without padding c·N / n is 1.
+
+    `where` is told each phase, so that the watchdog can name the one in which a rank hangs.
     """
     device = launch.device
     capacity = settings.batch_size * settings.grad_accum * (settings.seq_len - 1)  # c
@@ -2199,6 +2203,7 @@ class Checksum:
         self.error: OSError | None = None  # PyTorch reports a full disk in words of its own
 
     def write(self, data: Any) -> int:
+        """Writes bytes and returns how many; `torch.save` calls it. Raises `OSError`."""
         self.bytes, self.crc32 = self.bytes + len(data), zlib.crc32(data, self.crc32)
         try:
             return self.file.write(data)
