@@ -63,7 +63,8 @@ def test_a_training_takes_the_memory_that_was_predicted():
     reason="the share that the heap loses was measured with glibc 2.36; 2.38 reuses blocks better",
 )
 def test_a_training_takes_the_memory_that_was_predicted_with_what_the_heap_loses():
-    row = peak_of("--only", "tiny-128")
+    # 400 MB: where blocks come to lie differs from run to run by 2 % of it, and by 10 % of 60 MB.
+    row = peak_of("--only", "tiny-256")
     assert row["predicted"] == pytest.approx(row["measured"], rel=0.15), row
 
 
