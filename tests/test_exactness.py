@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 from conftest import (
+    ROOT,
     largest_difference,
     losses,
     metrics,
@@ -52,3 +55,40 @@ def test_the_same_global_batch_gives_the_same_losses_and_weights(
         assert a.get("val_loss") == pytest.approx(b.get("val_loss"), abs=1e-6)
         assert a.get("lr") == b.get("lr")
         assert a.get("tokens") == b.get("tokens")
+
+
+def test_starting_loads_no_compiler_and_the_optimizer_is_still_pytorchs():
+    code = """
+import sys, torch
+import llm_ddp_parallel_training as ddp
+
+torch.manual_seed(0)
+ours, theirs = (ddp.TinyCausalTransformer() for _ in range(2))
+theirs.load_state_dict(ours.state_dict())
+lean = ddp.build_optimizer(ours, ddp.parse_settings(["--cpu"]))
+
+def train(model, optimizer):
+    for k in range(3):
+        ids = torch.arange(64).roll(k)[None]
+        model(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert not any(p.grad is not None for p in model.parameters())
+
+train(ours, lean)
+assert "torch._dynamo" not in sys.modules, "an import as long as that of torch"
+plain = torch.optim.AdamW(
+    [{**g, "params": [p]} for g, p in zip(
+        [lean.param_groups[0 if p.ndim >= 2 else 1] for p in theirs.parameters()],
+        theirs.parameters())]
+)
+train(theirs, plain)
+assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+assert isinstance(lean, torch.optim.AdamW) and lean.param_groups[0]["fused"]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -423,6 +423,32 @@ def test_the_logits_of_a_whole_batch_never_exist_in_training(tokenizer):
     assert 0 < seen.elements <= 256 * model.config.vocab_size < whole
 
 
+def test_dropout_before_the_adapters_drops_the_share_asked_for_and_keeps_the_mean():
+    rows = torch.ones(1000, 1001, requires_grad=True)  # not divisible by four
+    for p in (0.05, 0.5, 0.99):
+        dropout = ddp.SixteenBitDropout(p)
+        torch.manual_seed(0)
+        out = dropout(rows)
+        share = (out == 0).double().mean().item()
+        assert share == pytest.approx(p, abs=5 * (p * (1 - p) / rows.numel()) ** 0.5)
+        assert out.max().item() == pytest.approx(1 / (1 - p), rel=1e-3)
+        # Neighbours share a random number, and are independent all the same.
+        pairs = ((out[:, :-1] == 0) & (out[:, 1:] == 0)).double().mean().item()
+        assert pairs == pytest.approx(p * p, abs=5 * (p * p / rows.numel()) ** 0.5)
+        (gradient,) = torch.autograd.grad(out.sum(), rows)
+        assert torch.equal(gradient, out)  # of ones: what passes forward passes back
+        torch.manual_seed(0)
+        assert torch.equal(dropout(rows), out)  # the same random state, the same mask
+        assert torch.equal(dropout.eval()(rows), rows)
+
+
+def test_every_adapter_has_the_dropout_that_was_asked_for(tokenizer):
+    model = lora_model(tokenizer, "--lora-dropout", 0.25, "--lora-targets", "q_proj,down_proj")
+    found = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert len(found) == 2 * model.config.num_hidden_layers
+    assert all(type(m) is ddp.SixteenBitDropout and m.p == 0.25 for m in found)
+
+
 def test_recomputed_gates_keep_less_and_change_neither_loss_nor_gradient(tokenizer, monkeypatch):
     batch = padded(tokenizer, TEXTS)
     flags = ("--lora-dropout", 0.1, "--lora-targets", "q_proj,v_proj,gate_proj,down_proj")
