@@ -559,7 +559,7 @@ def keep_freed_memory(launch: Launch) -> None:
 
 
 def set_up(launch: Launch) -> None:
-    """Joins the process group; one process has none. Ranks meet."""
+    """Chooses the backend and joins the process group; one process has none. Ranks meet."""
     if launch.world_size == 1:
         launch.choose("backend", "none", "one process: no process group, no DDP")
         return
@@ -572,6 +572,11 @@ def set_up(launch: Launch) -> None:
         else:
             backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
+    join_group(launch, backend)
+
+
+def join_group(launch: Launch, backend: str) -> None:
+    """Forms the process group with the ranks that the launcher's variables name. Ranks meet."""
     # While training, the watchdog finds what hangs. The group itself must outlast a download, a
     # slow disk and the upload of the results, for which the others wait for rank 0.
     timeout = datetime.timedelta(seconds=max(launch.timeout + 60, 7200))
