@@ -2720,7 +2720,8 @@ def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch
     if s.gradient_checkpointing:
         whole = layers // 6 + 1  # the last sixth, and the layer that is computed again
         kept = layers * config.hidden_size + whole * layer + 4 * config.intermediate_size
-    head = 4 * FrozenHeadLoss.CHUNK * config.vocab_size
+    # Logits in fp32, and where the base has 16 bits, the product's own and the ones sent back too.
+    head = (4 if width == 4 else 2 + 4 + 2) * FrozenHeadLoss.CHUNK * config.vocab_size
     return weights + head + training_bytes(parameters, width * tokens * kept, s, launch)
 
 
