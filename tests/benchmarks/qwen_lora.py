@@ -103,14 +103,19 @@ class Meter:
 
 
 def base_model(args: argparse.Namespace) -> Any:
-    """The base as from_pretrained gives it: in eval mode, on the CPU."""
+    """The base as from_pretrained gives it: in eval mode, on the CPU.
+
+    A GPU makes its random weights at once, for which a CPU needs half a minute.
+    """
     from qwen_assets import full_config
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.precision]
-    return AutoModelForCausalLM.from_config(full_config(args.layers), dtype=dtype).eval()
+    with torch.device(args.device):
+        model = AutoModelForCausalLM.from_config(full_config(args.layers), dtype=dtype)
+    return model.to("cpu").eval()
 
 
 def script_side(args: argparse.Namespace, steps: int) -> None:

@@ -176,6 +176,17 @@ class Bench:
         return self.device == "cuda"
 
     @property
+    def shape(self) -> str:
+        """The base model for labs.planner."""
+        config = json.loads((self.base / "config.json").read_text("utf-8"))
+        flags = {
+            "layers": "num_hidden_layers", "d-model": "hidden_size", "ffn": "intermediate_size",
+            "heads": "num_attention_heads", "kv-heads": "num_key_value_heads",
+            "vocab": "vocab_size",
+        }  # fmt: skip
+        return "--model qwen " + " ".join(f"--{k} {config[v]}" for k, v in flags.items())
+
+    @property
     def half(self) -> str:
         """The 16-bit precision of the card; the rehearsal has bf16."""
         return self.facts["half"]
@@ -255,7 +266,7 @@ def machine(bench: Bench) -> Iterator[Row]:
     size, dtype = (8192, torch.bfloat16) if bench.cuda else (1024, torch.float32)
     if bench.cuda:
         if not torch.cuda.is_available():
-            raise RuntimeError("PyTorch sees no CUDA device here; --device cpu is the rehearsal")
+            raise SystemExit("PyTorch sees no CUDA device here; --device cpu is the rehearsal")
         card = torch.cuda.get_device_properties(0)
         if card.name in CARDS:
             facts["peak"] = planner.GPUS[CARDS[card.name]].peak
@@ -302,8 +313,11 @@ def random_base(bench: Bench) -> Iterator[Row]:
 
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
+    config = full_config(bench.layers)
+    if not bench.cuda:  # the embedding alone would take most of the rehearsal
+        config.vocab_size = 2048
     with torch.device(bench.device):
-        model = AutoModelForCausalLM.from_config(full_config(bench.layers), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():  # else all tokens are about as likely, and no mistake would show
         model.get_input_embeddings().weight.mul_(5)
     model.save_pretrained(bench.base)
@@ -416,7 +430,7 @@ def one_rank_group(bench: Bench) -> Iterator[Row]:
                 step = ddp.training_step(wrapped, optimizer, scaler, halves, launch, settings)
                 losses[name].append(step.loss)
         weight = max(
-            float((a - b).abs().max())
+            float((a - b).detach().abs().max())
             for a, b in zip(models["bare"].parameters(), models["group"].parameters())
         )
         loss = max(abs(a - b) for a, b in zip(*losses.values()))
@@ -540,7 +554,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     """Peak memory of a training, what PyTorch's libraries take left out, beside the planner's."""
     import torch
 
-    layers, rows = f"--layers {bench.layers}", 8 if bench.cuda else 1
+    rows = 8 if bench.cuda else 1
     wide = "--d-model 512 --layers 8 --heads 8 --seq-len 256 --batch-size 64"
     length = 1024 if bench.cuda else 64
     long = f"--seq-len {length} --batch-size {rows} --precision {bench.half}"
@@ -558,8 +572,8 @@ def memory(bench: Bench) -> Iterator[Row]:
             before = torch.cuda.memory_allocated()
         run = train(name.replace(" ", "-"), f"{flags} {DOCS} --max-steps 3 --val-fraction 0")
         measured = run.updates[-1]["peak_memory_bytes"] - before
-        shape = layers if model == "qwen" else ""
-        predicted = plan(f"--model {model} {shape} {flags}")["memory"]["total"]
+        shape = bench.shape if model == "qwen" else "--model tiny"
+        predicted = plan(f"{shape} {flags}")["memory"]["total"]
         found = f"{measured / 1e9:.2f} GB, planned {predicted / 1e9:.2f}"
         if not bench.cuda:  # resident memory of a process that does other things, too
             yield Row(f"memory: {name}", found)
@@ -579,8 +593,8 @@ def share(bench: Bench, tokens_per_second: float, length: int) -> tuple[str, flo
     """
     from labs import planner
 
-    flags = f"--model qwen --layers {bench.layers} --seq-len {length}"
-    run = planner.read_run(planner.flag_parser().parse_args(flags.split()))
+    flags = f"{bench.shape} --seq-len {length}".split()
+    run = planner.read_run(planner.flag_parser().parse_args(flags))
     rate = tokens_per_second * planner.flops_per_token(run)
     text = f"{tokens_per_second:,.0f} tokens/s, {rate / bench.facts['matmul']:.0%} of the product"
     if not bench.facts["peak"]:
@@ -650,18 +664,22 @@ def tiny_speed(bench: Bench) -> Iterator[Row]:
 
 @dataclasses.dataclass
 class Check:
-    """`alone`: nothing else may run, because time is taken. `limit` is in seconds."""
+    """`speed`: nothing else may run meanwhile, and the exit status does not depend on it.
+
+    `limit` is in seconds. What is not `rehearsed` lasts too long on a CPU, where it needs --only.
+    """
 
     name: str
     function: Callable[[Bench], Iterator[Row]]
     limit: float
-    alone: bool = False
+    speed: bool = False
     needs_base: bool = True
+    rehearsed: bool = True
 
 
-FIRST = [Check("machine", machine, 90, True, False), Check("base model", random_base, 90, True)]
+MACHINE, BASE = Check("machine", machine, 90), Check("base model", random_base, 90)
 CHECKS = [  # those that last longest first: several run at a time
-    Check("qwen compile", qwen_compiled, 210),
+    Check("qwen compile", qwen_compiled, 240, rehearsed=False),
     Check("qwen precision", qwen_numbers, 210),
     Check("command lines", command_lines, 180),
     Check("memory", memory, 150),
@@ -673,7 +691,7 @@ CHECKS = [  # those that last longest first: several run at a time
     Check("nccl", one_rank_group, 60, needs_base=False),
     Check("speed", speed, 120, True),
     Check("trainer lines", functools.partial(trainer, case="lines"), 100, True, False),
-    Check("speed compiled", functools.partial(speed, compiled=True), 150, True),
+    Check("speed compiled", functools.partial(speed, compiled=True), 150, True, rehearsed=False),
     Check("trainer packed", functools.partial(trainer, case="packed"), 100, True, False),
     Check("tiny speed", tiny_speed, 60, True, False),
 ]
@@ -697,7 +715,7 @@ class Program:
 
     def run(self, check: Check, threads: int) -> bool:
         """Runs one check to its end, or to the end of its time; whether it ended well."""
-        verdict = "missed" if check.alone else "FAIL"
+        verdict = "missed" if check.speed else "FAIL"
         limit = min(check.limit, self.until - time.monotonic())
         if limit < 3 or self.over:
             self.show(Row(check.name, "not run: the time is up", "", verdict))
@@ -748,12 +766,12 @@ class Program:
         """Those on exactness side by side, each with its share of the cores; then the others."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         lanes, cores = self.args.lanes, cores or 1
-        together = [check for check in checks if not check.alone]
+        together = [check for check in checks if not check.speed]
         pool = ThreadPoolExecutor(lanes)
         try:
             list(pool.map(lambda check: self.run(check, max(1, cores // lanes)), together))
             for check in checks:
-                if check.alone:
+                if check.speed:
                     self.run(check, cores)
         finally:
             self.over = True
@@ -804,15 +822,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--base-model", type=Path, help="a folder with Qwen2.5-0.5B (default: random weights)")
     add("--only", nargs="+", default=[""], metavar="PART", help="checks with this in their names")
     add("--budget", type=float, default=460, help="seconds for all of it (default: 460)")
-    add("--lanes", type=int, default=4, help="checks on exactness at a time (default: 4)")
+    add("--lanes", type=int, help="checks on exactness at a time (default: 4; rehearsal: 2)")
     add("--step", help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)
     add("--limit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.step:
-        step(next(check for check in FIRST + CHECKS if check.name == args.step), args)
+        step(next(check for check in (MACHINE, BASE, *CHECKS) if check.name == args.step), args)
         return 0
+    args.lanes = args.lanes or (4 if args.device == "cuda" else 2)
     chosen = [check for check in CHECKS if any(part in check.name for part in args.only)]
+    if args.device == "cpu" and args.only == [""]:
+        chosen = [check for check in chosen if check.rehearsed]
     if not chosen:
         names = ", ".join(check.name for check in CHECKS)
         print(f"error: --only {' '.join(args.only)}: the checks are {names}", file=sys.stderr)
@@ -822,11 +843,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as work:
         program = Program(args, Path(work))
         print(HEADER, flush=True)
-        if not program.run(FIRST[0], os.cpu_count() or 1):
-            print(f"error: no device to check\n{program.errors}", file=sys.stderr)
+        if not program.run(MACHINE, os.cpu_count() or 1):
+            print(f"error: {program.rows[-1].found}", file=sys.stderr)
             return 2
         if not args.base_model and any(check.needs_base for check in chosen):
-            program.run(FIRST[1], os.cpu_count() or 1)
+            program.run(BASE, os.cpu_count() or 1)
         program.all(chosen)
     status = status_of(program.rows)
     if program.errors:
