@@ -47,8 +47,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 # Largest relative difference to the same run in fp32 on the CPU: of the loss of any update, and of
 # the first gradient's norm. Rounding to 24, 11 and 8 bits costs 6e-8, 5e-4 and 4e-3 a value; a mean
-# over hundreds of tokens is far closer than its values. AdamW lets fp32 drift apart with the steps.
-LIMITS = {"fp32": (1e-5, 1e-4), "fp16": (5e-4, 5e-3), "bf16": (2e-3, 2e-2)}
+# over hundreds of tokens is far closer than its values: bf16 on the CPU is 9e-4 and 2e-3 away with
+# 24 layers of Qwen and 178 tokens. AdamW lets fp32 drift apart with the steps.
+LIMITS = {"fp32": (1e-5, 1e-4), "fp16": (1e-3, 1e-2), "bf16": (5e-3, 3e-2)}
 EXACT = 1e-6  # the project's own limit for two ways to compute the same, in fp32
 
 # PyTorch's name of a card, and its name in labs.planner, whose peaks are those of the
