@@ -189,8 +189,16 @@ class Bench:
 
     @property
     def text(self) -> str:
-        """A running text; the rehearsal's is short, because it is cut into tokens in every run."""
-        return "--corpus-format document --builtin " + ("python-docs" if self.cuda else "lessons")
+        """Flags for a running text, so long that no run comes to the end of an epoch, where a batch
+        has fewer windows; the rehearsal's is short, for it is cut into tokens in every run.
+        """
+        import llm_ddp_parallel_training as ddp
+
+        path = self.work / "text.txt"
+        name, times = ("python-docs", 4) if self.cuda else ("lessons", 1)
+        if not path.exists():  # an earlier run of this check may still have it mapped
+            path.write_bytes(ddp.builtin_text(name) * times)
+        return f"--corpus-format document --corpus-file {path}"
 
     @property
     def half(self) -> str:
