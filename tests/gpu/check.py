@@ -402,7 +402,7 @@ def two_ranks(bench: Bench) -> Iterator[Row]:
     flags = "--precision fp32 --max-steps 10 --log-every 1 --eval-every 5"
     one = bench.train("one", f"{flags} --batch-size 8")
     two = bench.launch("two", 2, f"{flags} --batch-size 4 --device {bench.device}")
-    loss = max(map(abs, (a - b for a, b in zip(one.losses, two.losses, strict=True))))
+    loss = max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=True))
     weight = spread(one, two)
     yield must(
         "2 ranks x 4 - 1 rank x 8, on one device",
@@ -628,9 +628,9 @@ def speed(bench: Bench, compiled: bool = False) -> Iterator[Row]:
             (1024, "packed lines", "--corpus-format lines --pack"),
             (1024, "running text", "--gradient-checkpointing"),
         ]
-    for length, text, flags in cases:
+    for number, (length, text, flags) in enumerate(cases):
         options = f"{long_windows(bench, length)} {flags} {'--compile' * compiled}"
-        run = bench.qwen(f"run-{len(list(bench.work.iterdir()))}", options)
+        run = bench.qwen(f"run-{number}", options)
         # Lines of this text have about a dozen tokens, which attend to each other only.
         found, reached = share(bench, run.speed, 12 if "lines" in text else length)
         settings = json.loads((run.folder / "run.json").read_text("utf-8"))["settings"]
