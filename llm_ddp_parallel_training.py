@@ -559,7 +559,7 @@ def keep_freed_memory(launch: Launch) -> None:
 
 
 def set_up(launch: Launch) -> None:
-    """Joins the process group; one process has none. Ranks meet."""
+    """Chooses the backend and joins the process group; one process has none. Ranks meet."""
     if launch.world_size == 1:
         launch.choose("backend", "none", "one process: no process group, no DDP")
         return
@@ -572,6 +572,11 @@ def set_up(launch: Launch) -> None:
         else:
             backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
+    join_group(launch, backend)
+
+
+def join_group(launch: Launch, backend: str) -> None:
+    """Forms the process group with the ranks that the launcher's variables name. Ranks meet."""
     # While training, the watchdog finds what hangs. The group itself must outlast a download, a
     # slow disk and the upload of the results, for which the others wait for rank 0.
     timeout = datetime.timedelta(seconds=max(launch.timeout + 60, 7200))
@@ -2751,7 +2756,8 @@ def qwen_bytes(model: Any, parameters: int, settings: argparse.Namespace, launch
     if s.gradient_checkpointing:
         whole = layers // 6 + 1  # the last sixth, and the layer that is computed again
         kept = layers * config.hidden_size + whole * layer + 4 * config.intermediate_size
-    head = 4 * FrozenHeadLoss.CHUNK * config.vocab_size
+    # Logits in fp32, and where the base has 16 bits, the product's own and the ones sent back too.
+    head = (4 if width == 4 else 2 + 4 + 2) * FrozenHeadLoss.CHUNK * config.vocab_size
     return weights + head + training_bytes(parameters, width * tokens * kept, s, launch)
 
 

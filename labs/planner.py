@@ -380,7 +380,8 @@ def lora_activation_bytes(run: Run, layout: Layout) -> tuple[int, int]:
     kept = m.layers * layer
     if layout.checkpointing:
         kept = m.layers * m.width + (m.layers // 6 + 1) * layer + 4 * m.ffn
-    return run.width * run.tokens * kept, 4 * 256 * m.vocab
+    head = 4 if run.width == 4 else 2 + 4 + 2  # fp32, and between two products of 16 bits
+    return run.width * run.tokens * kept, head * 256 * m.vocab
 
 
 def on_the_host(run: Run, kept: int) -> tuple[int, int]:
