@@ -67,7 +67,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -2008,6 +2008,7 @@ def training_step(
         raise Diverged(f"the loss is {result.loss:.4f}, but the gradient norm is {norm}")
     shrink = min(1.0, settings.clip / (norm + 1e-6)) if settings.clip else 1.0
     if math.isfinite(norm):
+        # One kernel for all gradients instead of one each; clip_grads_with_norm_ does it so, too.
         torch._foreach_mul_(gradients, correction * shrink)
     before = scaler.get_scale()
     scaler.step(optimizer)  # fp16: not taken when unscale_ found an overflow
@@ -3111,7 +3112,8 @@ class Trainer:
     def _fit(self, stop: StopRequest) -> None:
         s, log, progress = self.settings, self.log, self.progress
         log.restart_clock()
-        self._due_after_update(stop)  # after --resume: what a signal had cut short
+        if progress.step:  # after --resume: what a signal had cut short
+            self._due_after_update(stop)
         while progress.step < log.updates:
             self.sampler.set_epoch(progress.epoch, progress.samples)
             for micro_batches in updates_of_epoch(self.loader, self.sampler, s):
@@ -3141,44 +3143,49 @@ class Trainer:
                 self.launch.where.enter("next batch")
 
     def _due_after_update(self, stop: StopRequest, stopped_by: int = 0) -> None:
-        """Validation, sample and checkpoint, where this update calls for them; and the stop."""
-        s, log, progress = self.settings, self.log, self.progress
-        if not progress.step:
-            return
-        last = finished = progress.step == log.updates
+        """Validation, sample and checkpoint, where this update calls for them; then the stop."""
+        s, log, step = self.settings, self.log, self.progress.step
+        last = step == log.updates
+
+        def due(every: int) -> bool:
+            return last or (every > 0 and step % every == 0)
+
         if last:
             self._require_finite_weights()
         better = False
-        evaluate_now = last or (s.eval_every and progress.step % s.eval_every == 0)
-        if evaluate_now and progress.validated < progress.step and len(self.run.data.validation):
+        if due(s.eval_every) and self.progress.validated < step and len(self.run.data.validation):
             loss = evaluate(self.bare, self.val_loader, self.launch, s, stop)
-            if loss is None:
-                stopped_by, finished = stop.number, False
-            elif not math.isfinite(loss):
-                raise Diverged(f"update {progress.step}: the validation loss is {loss}; lower --lr")
-            else:
-                better = log.validation(loss)
-                if better:
-                    self.saved = 0  # a checkpoint that was taken before does not know it
-        if log.active and (finished or (s.sample_every and progress.step % s.sample_every == 0)):
+            if loss is None:  # a signal came; it is made again after --resume
+                self._save_and_stop(stop.number)
+            if not math.isfinite(loss):
+                raise Diverged(f"update {step}: the validation loss is {loss}; lower --lr")
+            better = log.validation(loss)
+            if better:
+                self.saved = 0  # a checkpoint that was taken before does not know it
+        if log.active and due(s.sample_every):
             self.launch.where.enter("sample")
             log.say(f"sample     {self.run.sample()!r}")
         if self.writer:
             self.writer.check()
-        if stopped_by or (s.save_every and (last or better or progress.step % s.save_every == 0)):
+        if stopped_by and not last:
+            self._save_and_stop(stopped_by)
+        if stopped_by or (s.save_every and (better or due(s.save_every))):
             self.save()
-        if stopped_by and not finished:
-            self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
-            if self.writer:
-                self.writer.wait()
-            # Ranks meet, as at a barrier: the launcher may end one that saves when another leaves.
-            agreed(stopped_by, self.launch)
-            raise Stopped(
-                f"{signal.Signals(stopped_by).name} after update {progress.step} of {log.updates}; "
-                f"the state is saved, go on with --resume {log.folder}",
-                stopped_by,
-            )
         log.restart_clock()
+
+    def _save_and_stop(self, number: int) -> NoReturn:
+        """Raises `Stopped` for the signal `number` when the state is safe. Ranks meet."""
+        self.save()
+        self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
+        if self.writer:
+            self.writer.wait()
+        # Ranks meet, as at a barrier: the launcher may end one that saves when another leaves.
+        agreed(number, self.launch)
+        raise Stopped(
+            f"{signal.Signals(number).name} after update {self.progress.step} of "
+            f"{self.log.updates}; the state is saved, go on with --resume {self.log.folder}",
+            number,
+        )
 
     def _require_finite_weights(self) -> None:
         """A huge step can spoil the weights while its loss and gradient were still finite."""
