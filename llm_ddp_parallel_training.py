@@ -61,6 +61,8 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.parse
+import urllib.request
 import warnings
 import zlib
 from collections import Counter
@@ -1747,7 +1749,7 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
     if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"{trouble}: no such folder{remedy}")
     name = str(folder.resolve()) if local else name  # adapter_config.json keeps it: absolute
-    options = {"local_files_only": local, "trust_remote_code": False}
+    options = {"local_files_only": local or hub_is_unknown(), "trust_remote_code": False}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -1781,6 +1783,18 @@ def checkpoint_layers(model: Any) -> None:
     """Makes the layers keep their input only and compute the rest again in the backward pass.
 
     The last sixth keeps its results: backward begins there, at once after they were computed. That
+def hub_is_unknown() -> bool:
+    """Whether the hub's name does not resolve, which its client would try again for a minute."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if not HF_HUB_OFFLINE and not urllib.request.getproxies():  # a proxy resolves names itself
+        try:
+            socket.getaddrinfo(urllib.parse.urlsplit(ENDPOINT).hostname, None)
+        except OSError:
+            return True
+    return False
+
+
     gives a sixth of the repeated work back, for a small part of the memory saved.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
