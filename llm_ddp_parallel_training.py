@@ -2776,6 +2776,9 @@ class Progress:
 
     step: int = 0  # completed updates
     epoch: int = 1
+    if not len(data.validation) and (s.val_fraction or s.eval_every):
+        why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
+        rows.append(("validation", f"{why}; raise it, or give more text"))
     samples: int = 0  # samples of the epoch that were trained on, over all ranks
     tokens: int = 0  # predicted tokens
     seconds: float = 0.0  # of training: without validation, sampling and saving
