@@ -532,7 +532,7 @@ def choose_threads(launch: Launch, settings: argparse.Namespace) -> None:
     affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     threads = max(1, cores // launch.local_world_size)
-    why = f"{cores} cores / {launch.local_world_size} ranks on this machine"
+    why = f"{counted(cores, 'core')} / {counted(launch.local_world_size, 'rank')} on this machine"
     # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it; a user's
     # own 1 looks the same, so use --threads 1.
     omp = os.environ.get("OMP_NUM_THREADS", "")
@@ -1208,7 +1208,8 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
     texts = Lines(corpus, jsonl=s.corpus_format == "jsonl", chat=tokenizer is not None)
     if not len(texts):
         raise UserError(
-            f"{corpus.name} holds no samples: {len(corpus.data)} bytes, {texts.blank} blank lines"
+            f"{corpus.name} holds no samples: {counted(len(corpus.data), 'byte')}, "
+            f"{counted(texts.blank, 'blank line')}"
         )
     dropped, counts = np.zeros(0, dtype=np.int64), Counter()
     for begin in () if tokenizer else range(0, len(texts), SAMPLES_AT_ONCE):
@@ -1233,16 +1234,19 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
         sets = [IndexedTextDataset(texts, part) for part in parts]
     if not len(sets[0]):
         raise UserError(
-            f"none of the {len(texts)} samples can be trained on: {counts['overlong']} are longer "
-            f"than --seq-len {s.seq_len} tokens, {counts['unlabelled']} have no token to predict"
+            f"of {counted(len(texts), 'sample')} none can be trained on: longer than --seq-len "
+            f"{s.seq_len} tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}"
         )
     summary = (
-        f"{len(texts):,} samples, {len(held_out):,} held out, {texts.blank:,} blank lines skipped"
+        f"{counted(len(texts), 'sample')}, {len(held_out):,} held out, "
+        f"{counted(texts.blank, 'blank line')} skipped"
     )
     if counts["overlong"] and not (s.pack and not tokenizer):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
         summary += f"; {counts['overlong']:,} longer than {s.seq_len} tokens {done}"
-        summary += "" if s.overlong == "split" else f" ({counts['lost']:,} tokens lost)"
+        if s.overlong != "split":
+            remedy = "; --overlong split keeps them" if not tokenizer else ""
+            summary += f" ({counted(counts['lost'], 'token')} lost{remedy})"
     if counts["unlabelled"]:
         summary += f"; {counts['unlabelled']:,} without a token to predict left out"
     return Data(*sets, summary, corpus.identity(), chat=counts["chats"] > 0)
@@ -1260,7 +1264,7 @@ def document_data(corpus: Corpus, settings: argparse.Namespace, tokenizer: Any) 
     else:
         sets = [TokenWindows(DocumentPart(document, *part), s.seq_len) for part in parts]
     if not len(sets[0]):
-        raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
+        raise UserError(f"{corpus.name} is too short to train on: {counted(len(document), 'byte')}")
     summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
     return Data(*sets, summary, corpus.identity())
 
@@ -1779,10 +1783,6 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def checkpoint_layers(model: Any) -> None:
-    """Makes the layers keep their input only and compute the rest again in the backward pass.
-
-    The last sixth keeps its results: backward begins there, at once after they were computed. That
 def hub_is_unknown() -> bool:
     """Whether the hub's name does not resolve, which its client would try again for a minute."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
@@ -1795,6 +1795,10 @@ def hub_is_unknown() -> bool:
     return False
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Makes the layers keep their input only and compute the rest again in the backward pass.
+
+    The last sixth keeps its results: backward begins there, at once after they were computed. That
     gives a sixth of the repeated work back, for a small part of the memory saved.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -2202,6 +2206,11 @@ def flush_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks', '1,000 ranks'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def reason_of(error: Exception) -> str:
@@ -2760,12 +2769,16 @@ def print_header(run: Run) -> None:
     rows = [(what, f"{chosen} ({reason})") for what, chosen, reason in launch.choices]
     rows += [
         ("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"),
-        ("split", f"{len(data.train):,} windows to train on, {len(data.validation):,} to validate"),
+        ("split", f"{counted(len(data.train), 'window')} to train on, "
+                  f"{len(data.validation):,} to validate"),
         ("batch", f"per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-                  f"{sequences} sequences = {sequences * s.seq_len} tokens an update"),
-        ("steps", f"{run.updates} updates, {an_epoch} an epoch"),
+                  f"{counted(sequences, 'sequence')} = {sequences * s.seq_len} tokens an update"),
+        ("steps", f"{counted(run.updates, 'update')}, {an_epoch:,} an epoch"),
         *run.notes,
     ]  # fmt: skip
+    if not len(data.validation) and (s.val_fraction or s.eval_every):
+        why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
+        rows.append(("validation", f"{why}; raise it, or give more text"))
     for what, text in rows:
         launch.say(f"{what:10} {text}")
 
@@ -2776,9 +2789,6 @@ class Progress:
 
     step: int = 0  # completed updates
     epoch: int = 1
-    if not len(data.validation) and (s.val_fraction or s.eval_every):
-        why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
-        rows.append(("validation", f"{why}; raise it, or give more text"))
     samples: int = 0  # samples of the epoch that were trained on, over all ranks
     tokens: int = 0  # predicted tokens
     seconds: float = 0.0  # of training: without validation, sampling and saving
@@ -3012,8 +3022,8 @@ def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
         notes=[
             ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
             ("gradients", sent),
-            ("memory", f"about {tiny_bytes(count, s, launch) / 1e6:.0f} MB a rank beside "
-                       "PyTorch's own"),
+            ("memory", f"about {tiny_bytes(count, s, launch) / 1e6:.0f} MB a rank for model and "
+                       "batch, beside PyTorch's own"),
         ],
     )  # fmt: skip
 
@@ -3052,8 +3062,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
                       f"({count / total:.2%}), seed {s.seed}"),
             ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update, if there are several "
                           f"ranks; full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"),
-            ("memory", f"about {qwen_bytes(base, count, s, launch) / 1e6:,.0f} MB a rank beside "
-                       "PyTorch's own; lower --batch-size first"),
+            ("memory", f"about {qwen_bytes(base, count, s, launch) / 1e6:,.0f} MB a rank for model "
+                       "and batch, beside PyTorch's own; lower --batch-size first"),
             ("frozen", f"weights of crc32 {frozen}, compared at the end"),
         ],
         versions={"transformers": transformers.__version__, "peft": peft.__version__},
@@ -3320,16 +3330,17 @@ def resume_from(run: Run) -> dict:
         s.batch_size = max(b for b in range(1, s.batch_size + 1) if per_rank % b == 0)
         s.grad_accum = per_rank // s.batch_size
         chosen = f"{s.batch_size} × accumulation {s.grad_accum}"
-        launch.choose("batch", chosen, f"keeps the {wanted} sequences an update of the run")
+        launch.choose("batch", chosen, f"keeps the {counted(wanted, 'sequence')} an update")
     if global_batch(launch, s) != wanted:
         raise UserError(
             f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-            f"{global_batch(launch, s)}, but the interrupted run had {wanted} sequences an update"
+            f"{global_batch(launch, s)}, but the interrupted run had "
+            f"{counted(wanted, 'sequence')} an update"
         )
     if state["progress"]["step"] > run.updates:
         raise UserError(
-            f"--resume: the run already made {state['progress']['step']} updates, more than the "
-            f"{run.updates} that --max-steps and --epochs allow; raise --max-steps"
+            f"--resume: the run is at update {state['progress']['step']}, beyond the last one, "
+            f"{run.updates}, that --max-steps and --epochs allow; raise --max-steps"
         )
     return state
 
@@ -3422,9 +3433,12 @@ def print_ending(log: RunLog, digest: str, frozen: str) -> None:
     speed = progress.tokens / max(progress.seconds, 1e-9)
     final = [row["val_loss"] for row in log.rows if "val_loss" in row]
     written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    on_cuda = log.launch.device.type == "cuda"
+    memory = "of the GPU's" if on_cuda else "the whole process, PyTorch's own included"
     lines = [
-        f"done       {log.updates} updates, {progress.tokens:,} tokens, {speed:,.0f} tokens/s",
-        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0",
+        f"done       {counted(log.updates, 'update')}, {counted(progress.tokens, 'token')}, "
+        f"{speed:,.0f} tokens/s",
+        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0, {memory}",
         f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""),
         f"written to {log.folder}: {' '.join(written)}",
     ]
