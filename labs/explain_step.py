@@ -55,6 +55,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import llm_ddp_parallel_training as ddp
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from labs.common import BETWEEN_UPDATES, refuse_flags, results_folder
 
 OUTPUTS = ("explain.txt", "explain.png", "explain.json", "trace.json")

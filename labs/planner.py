@@ -1359,7 +1359,7 @@ def flag_parser() -> argparse.ArgumentParser:
         ),
         "output": (
             ("--json", bool, False, "the plan for programs"),
-            ("--picture", Path, None, "also draw memory by layout, to this file"),
+            ("--picture", Path, None, "also draw memory by layout, replacing an old file"),
         ),
     }  # fmt: skip
     for title, flags in groups.items():

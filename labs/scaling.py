@@ -42,6 +42,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from labs import common
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from llm_ddp_parallel_training import (
     EpochSampler,
     Launch,

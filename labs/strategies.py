@@ -79,6 +79,9 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import llm_ddp_parallel_training as reference
 from labs import common
 from llm_ddp_parallel_training import RunError, UserError, summed_loss, valid_targets
@@ -133,7 +136,8 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
         help="fsdp: write a sharded checkpoint in the background after half of the steps")
     add("--load", type=Path, metavar="FOLDER",
         help="one, ddp, fsdp: go on from such a checkpoint, on any number of ranks")
-    add("--report", type=Path, metavar="FILE", help="also write the results as JSON")
+    add("--report", type=Path, metavar="FILE",
+        help="also write the results as JSON, replacing an old file")
     add("--output-dir", type=Path,
         help="--compare: for table and picture (default: runs/strategies-<date>-<time>)")
     add("--overwrite", action="store_true", help="--compare: replace what --output-dir holds")
@@ -167,12 +171,11 @@ def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> N
         (o.save and o.save.exists(), f"--save {o.save} is already there; name a new folder"),
         (o.output_dir or o.overwrite, "--output-dir and --overwrite need --compare"),
         (o.mode == "async" and not server, "--mode async needs --strategy parameter-server"),
-        (o.report and (o.report.is_dir() or not o.report.parent.is_dir()),
-         f"--report {o.report}: give a file in a folder that is there"),
         (o.load and name not in ("one", "ddp", "fsdp"), "--load needs --strategy one, ddp or fsdp"),
     ):  # fmt: skip
         if refused:
             raise UserError(why)
+    common.require_writable("--report", o.report)
 
 
 # ------------------------------------------------------------------------------------------
