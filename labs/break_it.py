@@ -31,6 +31,7 @@ import json
 import linecache
 import os
 import re
+import sys
 import tempfile
 import textwrap
 import time
@@ -55,7 +56,6 @@ from llm_ddp_parallel_training import (
     RunError,
     ShardSampler,
     TinyCausalTransformer,
-    UserError,
     Where,
     build_optimizer,
     build_tiny,
@@ -215,7 +215,7 @@ class NoSampler(Bug):
     def symptom(self, record_ids):
         seen = [i for ids in gather(record_ids, self.launch) for i in ids]
         times = len(seen) / len(set(seen))
-        return times, f"an epoch trained on each of {len(set(seen))} records {times:.2g} times"
+        return times, f"an epoch trained {times:.2g} × on each of {len(set(seen))} records"
 
     def detector(self, record_ids):
         seen = [i for ids in gather(record_ids, self.launch) for i in ids]
