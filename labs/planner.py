@@ -29,6 +29,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -1483,12 +1484,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        if math.isinf(plan["machine"]["memory"]):
-            plan["machine"]["memory"] = None  # JSON knows no infinity
-        print(json.dumps(plan, indent=2))
-    else:
-        print(report(plan))
+    if args.json and math.isinf(plan["machine"]["memory"]):
+        plan["machine"]["memory"] = None  # JSON knows no infinity
+    try:
+        print(json.dumps(plan, indent=2) if args.json else report(plan), flush=True)
+    except BrokenPipeError:  # the reader left: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+    except OSError as error:
+        print(f"error: cannot write the plan: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # nothing more can be flushed
     return 0
 
 

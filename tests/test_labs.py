@@ -42,6 +42,31 @@ def test_a_lab_can_be_started_by_its_path_from_another_folder(lab, tmp_path, mon
     assert re.match(rf"usage: (python -m )?labs\.{lab.stem} ", capsys.readouterr().out)
 
 
+def plan_into(descriptor: int) -> subprocess.CompletedProcess:
+    """The planner, which needs no torch and starts at once, with this standard output."""
+    command = [sys.executable, "-u", "-m", "labs.planner", "--params", "13e9"]
+    options = {"stdout": descriptor, "stderr": subprocess.PIPE, "cwd": ROOT, "timeout": 60}
+    return subprocess.run(command, **options, env=clean_environment(), text=True)
+
+
+def test_a_reader_who_leaves_gets_no_traceback_from_the_planner():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        finished = plan_into(writing)
+    finally:
+        os.close(writing)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_plan_that_does_not_fit_on_the_disk_is_one_line():
+    with open("/dev/full", "wb") as full:
+        finished = plan_into(full.fileno())
+    assert finished.returncode == 1
+    assert finished.stderr == "error: cannot write the plan: No space left on device\n"
+
+
 @pytest.mark.parametrize("file", [".", "no/where.json", os.devnull])
 @pytest.mark.parametrize(
     ("lab", "flags"),
