@@ -100,7 +100,7 @@ def test_no_rank_goes_on_when_the_lab_is_killed(tmp_path: Path):
             lab.kill()
             lab.wait()
         for lab in labs.values():
-            wait_until(is_gone, lab.pid, seconds=10)
+            wait_until(is_gone, lab.pid, seconds=30)
     finally:
         for lab in labs.values():
             with contextlib.suppress(ProcessLookupError):
