@@ -61,13 +61,15 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.parse
+import urllib.request
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -530,7 +532,7 @@ def choose_threads(launch: Launch, settings: argparse.Namespace) -> None:
     affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     threads = max(1, cores // launch.local_world_size)
-    why = f"{cores} cores / {launch.local_world_size} ranks on this machine"
+    why = f"{counted(cores, 'core')} / {counted(launch.local_world_size, 'rank')} on this machine"
     # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it; a user's
     # own 1 looks the same, so use --threads 1.
     omp = os.environ.get("OMP_NUM_THREADS", "")
@@ -1211,7 +1213,8 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
     texts = Lines(corpus, jsonl=s.corpus_format == "jsonl", chat=tokenizer is not None)
     if not len(texts):
         raise UserError(
-            f"{corpus.name} holds no samples: {len(corpus.data)} bytes, {texts.blank} blank lines"
+            f"{corpus.name} holds no samples: {counted(len(corpus.data), 'byte')}, "
+            f"{counted(texts.blank, 'blank line')}"
         )
     dropped, counts = np.zeros(0, dtype=np.int64), Counter()
     for begin in () if tokenizer else range(0, len(texts), SAMPLES_AT_ONCE):
@@ -1236,16 +1239,19 @@ def build_data(settings: argparse.Namespace, tokenizer: Any = None) -> Data:
         sets = [IndexedTextDataset(texts, part) for part in parts]
     if not len(sets[0]):
         raise UserError(
-            f"none of the {len(texts)} samples can be trained on: {counts['overlong']} are longer "
-            f"than --seq-len {s.seq_len} tokens, {counts['unlabelled']} have no token to predict"
+            f"of {counted(len(texts), 'sample')} none can be trained on: longer than --seq-len "
+            f"{s.seq_len} tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}"
         )
     summary = (
-        f"{len(texts):,} samples, {len(held_out):,} held out, {texts.blank:,} blank lines skipped"
+        f"{counted(len(texts), 'sample')}, {len(held_out):,} held out, "
+        f"{counted(texts.blank, 'blank line')} skipped"
     )
     if counts["overlong"] and not (s.pack and not tokenizer):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
         summary += f"; {counts['overlong']:,} longer than {s.seq_len} tokens {done}"
-        summary += "" if s.overlong == "split" else f" ({counts['lost']:,} tokens lost)"
+        if s.overlong != "split":
+            remedy = "; --overlong split keeps them" if not tokenizer else ""
+            summary += f" ({counted(counts['lost'], 'token')} lost{remedy})"
     if counts["unlabelled"]:
         summary += f"; {counts['unlabelled']:,} without a token to predict left out"
     return Data(*sets, summary, corpus.identity(), chat=counts["chats"] > 0)
@@ -1263,7 +1269,7 @@ def document_data(corpus: Corpus, settings: argparse.Namespace, tokenizer: Any) 
     else:
         sets = [TokenWindows(DocumentPart(document, *part), s.seq_len) for part in parts]
     if not len(sets[0]):
-        raise UserError(f"{corpus.name} holds {len(document)} bytes: too few to train on")
+        raise UserError(f"{corpus.name} is too short to train on: {counted(len(document), 'byte')}")
     summary = f"document of {len(document):,} bytes, the last {len(document) - cut:,} held out"
     return Data(*sets, summary, corpus.identity())
 
@@ -1752,7 +1758,7 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
     if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"{trouble}: no such folder{remedy}")
     name = str(folder.resolve()) if local else name  # adapter_config.json keeps it: absolute
-    options = {"local_files_only": local, "trust_remote_code": False}
+    options = {"local_files_only": local or hub_is_unknown(), "trust_remote_code": False}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
@@ -1780,6 +1786,18 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
     if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3):
         raise UserError(f"{trouble}: its logits are not the plain output of its head (soft caps?)")
     return model, tokenizer
+
+
+def hub_is_unknown() -> bool:
+    """Whether the hub's name does not resolve, which its client would try again for a minute."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if not HF_HUB_OFFLINE and not urllib.request.getproxies():  # a proxy resolves names itself
+        try:
+            socket.getaddrinfo(urllib.parse.urlsplit(ENDPOINT).hostname, None)
+        except OSError:
+            return True
+    return False
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -2049,6 +2067,7 @@ def training_step(
         raise Diverged(f"the loss is {result.loss:.4f}, but the gradient norm is {norm}")
     shrink = min(1.0, settings.clip / (norm + 1e-6)) if settings.clip else 1.0
     if math.isfinite(norm):
+        # One kernel for all gradients instead of one each; clip_grads_with_norm_ does it so, too.
         torch._foreach_mul_(gradients, correction * shrink)
     before = scaler.get_scale()
     scaler.step(optimizer)  # fp16: not taken when unscale_ found an overflow
@@ -2228,6 +2247,11 @@ def flush_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks', '1,000 ranks'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def reason_of(error: Exception) -> str:
@@ -2787,12 +2811,16 @@ def print_header(run: Run) -> None:
     rows = [(what, f"{chosen} ({reason})") for what, chosen, reason in launch.choices]
     rows += [
         ("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"),
-        ("split", f"{len(data.train):,} windows to train on, {len(data.validation):,} to validate"),
+        ("split", f"{counted(len(data.train), 'window')} to train on, "
+                  f"{len(data.validation):,} to validate"),
         ("batch", f"per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-                  f"{sequences} sequences = {sequences * s.seq_len} tokens an update"),
-        ("steps", f"{run.updates} updates, {an_epoch} an epoch"),
+                  f"{counted(sequences, 'sequence')} = {sequences * s.seq_len} tokens an update"),
+        ("steps", f"{counted(run.updates, 'update')}, {an_epoch:,} an epoch"),
         *run.notes,
     ]  # fmt: skip
+    if not len(data.validation) and (s.val_fraction or s.eval_every):
+        why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
+        rows.append(("validation", f"{why}; raise it, or give more text"))
     for what, text in rows:
         launch.say(f"{what:10} {text}")
 
@@ -3036,8 +3064,8 @@ def build_tiny(launch: Launch, settings: argparse.Namespace) -> Run:
         notes=[
             ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
             ("gradients", sent),
-            ("memory", f"about {tiny_bytes(count, s, launch) / 1e6:.0f} MB a rank beside "
-                       "PyTorch's own"),
+            ("memory", f"about {tiny_bytes(count, s, launch) / 1e6:.0f} MB a rank for model and "
+                       "batch, beside PyTorch's own"),
         ],
     )  # fmt: skip
 
@@ -3076,8 +3104,8 @@ def build_qwen(launch: Launch, settings: argparse.Namespace) -> Run:
                       f"({count / total:.2%}), seed {s.seed}"),
             ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update, if there are several "
                           f"ranks; full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"),
-            ("memory", f"about {qwen_bytes(base, count, s, launch) / 1e6:,.0f} MB a rank beside "
-                       "PyTorch's own; lower --batch-size first"),
+            ("memory", f"about {qwen_bytes(base, count, s, launch) / 1e6:,.0f} MB a rank for model "
+                       "and batch, beside PyTorch's own; lower --batch-size first"),
             ("frozen", f"weights of crc32 {frozen}, compared at the end"),
         ],
         versions={"transformers": transformers.__version__, "peft": peft.__version__},
@@ -3153,7 +3181,8 @@ class Trainer:
     def _fit(self, stop: StopRequest) -> None:
         s, log, progress = self.settings, self.log, self.progress
         log.restart_clock()
-        self._due_after_update(stop)  # after --resume: what a signal had cut short
+        if progress.step:  # after --resume: what a signal had cut short
+            self._due_after_update(stop)
         while progress.step < log.updates:
             self.sampler.set_epoch(progress.epoch, progress.samples)
             for micro_batches in updates_of_epoch(self.loader, self.sampler, s):
@@ -3183,44 +3212,49 @@ class Trainer:
                 self.launch.where.enter("next batch")
 
     def _due_after_update(self, stop: StopRequest, stopped_by: int = 0) -> None:
-        """Validation, sample and checkpoint, where this update calls for them; and the stop."""
-        s, log, progress = self.settings, self.log, self.progress
-        if not progress.step:
-            return
-        last = finished = progress.step == log.updates
+        """Validation, sample and checkpoint, where this update calls for them; then the stop."""
+        s, log, step = self.settings, self.log, self.progress.step
+        last = step == log.updates
+
+        def due(every: int) -> bool:
+            return last or (every > 0 and step % every == 0)
+
         if last:
             self._require_finite_weights()
         better = False
-        evaluate_now = last or (s.eval_every and progress.step % s.eval_every == 0)
-        if evaluate_now and progress.validated < progress.step and len(self.run.data.validation):
+        if due(s.eval_every) and self.progress.validated < step and len(self.run.data.validation):
             loss = evaluate(self.bare, self.val_loader, self.launch, s, stop)
-            if loss is None:
-                stopped_by, finished = stop.number, False
-            elif not math.isfinite(loss):
-                raise Diverged(f"update {progress.step}: the validation loss is {loss}; lower --lr")
-            else:
-                better = log.validation(loss)
-                if better:
-                    self.saved = 0  # a checkpoint that was taken before does not know it
-        if log.active and (finished or (s.sample_every and progress.step % s.sample_every == 0)):
+            if loss is None:  # a signal came; it is made again after --resume
+                self._save_and_stop(stop.number)
+            if not math.isfinite(loss):
+                raise Diverged(f"update {step}: the validation loss is {loss}; lower --lr")
+            better = log.validation(loss)
+            if better:
+                self.saved = 0  # a checkpoint that was taken before does not know it
+        if log.active and due(s.sample_every):
             self.launch.where.enter("sample")
             log.say(f"sample     {self.run.sample()!r}")
         if self.writer:
             self.writer.check()
-        if stopped_by or (s.save_every and (last or better or progress.step % s.save_every == 0)):
+        if stopped_by and not last:
+            self._save_and_stop(stopped_by)
+        if stopped_by or (s.save_every and (better or due(s.save_every))):
             self.save()
-        if stopped_by and not finished:
-            self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
-            if self.writer:
-                self.writer.wait()
-            # Ranks meet, as at a barrier: the launcher may end one that saves when another leaves.
-            agreed(stopped_by, self.launch)
-            raise Stopped(
-                f"{signal.Signals(stopped_by).name} after update {progress.step} of {log.updates}; "
-                f"the state is saved, go on with --resume {log.folder}",
-                stopped_by,
-            )
         log.restart_clock()
+
+    def _save_and_stop(self, number: int) -> NoReturn:
+        """Raises `Stopped` for the signal `number` when the state is safe. Ranks meet."""
+        self.save()
+        self.launch.where.enter(Watchdog.SAVING if self.writer else "save", meets=True)
+        if self.writer:
+            self.writer.wait()
+        # Ranks meet, as at a barrier: the launcher may end one that saves when another leaves.
+        agreed(number, self.launch)
+        raise Stopped(
+            f"{signal.Signals(number).name} after update {self.progress.step} of "
+            f"{self.log.updates}; the state is saved, go on with --resume {self.log.folder}",
+            number,
+        )
 
     def _require_finite_weights(self) -> None:
         """A huge step can spoil the weights while its loss and gradient were still finite."""
@@ -3338,16 +3372,17 @@ def resume_from(run: Run) -> dict:
         s.batch_size = max(b for b in range(1, s.batch_size + 1) if per_rank % b == 0)
         s.grad_accum = per_rank // s.batch_size
         chosen = f"{s.batch_size} × accumulation {s.grad_accum}"
-        launch.choose("batch", chosen, f"keeps the {wanted} sequences an update of the run")
+        launch.choose("batch", chosen, f"keeps the {counted(wanted, 'sequence')} an update")
     if global_batch(launch, s) != wanted:
         raise UserError(
             f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-            f"{global_batch(launch, s)}, but the interrupted run had {wanted} sequences an update"
+            f"{global_batch(launch, s)}, but the interrupted run had "
+            f"{counted(wanted, 'sequence')} an update"
         )
     if state["progress"]["step"] > run.updates:
         raise UserError(
-            f"--resume: the run already made {state['progress']['step']} updates, more than the "
-            f"{run.updates} that --max-steps and --epochs allow; raise --max-steps"
+            f"--resume: the run is at update {state['progress']['step']}, beyond the last one, "
+            f"{run.updates}, that --max-steps and --epochs allow; raise --max-steps"
         )
     return state
 
@@ -3440,9 +3475,12 @@ def print_ending(log: RunLog, digest: str, frozen: str) -> None:
     speed = progress.tokens / max(progress.seconds, 1e-9)
     final = [row["val_loss"] for row in log.rows if "val_loss" in row]
     written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    on_cuda = log.launch.device.type == "cuda"
+    memory = "of the GPU's" if on_cuda else "the whole process, PyTorch's own included"
     lines = [
-        f"done       {log.updates} updates, {progress.tokens:,} tokens, {speed:,.0f} tokens/s",
-        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0",
+        f"done       {counted(log.updates, 'update')}, {counted(progress.tokens, 'token')}, "
+        f"{speed:,.0f} tokens/s",
+        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0, {memory}",
         f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""),
         f"written to {log.folder}: {' '.join(written)}",
     ]

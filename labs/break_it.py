@@ -31,6 +31,7 @@ import json
 import linecache
 import os
 import re
+import sys
 import tempfile
 import textwrap
 import time
@@ -45,14 +46,16 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labs.common import end_with_lab, process_context, refuse_launcher, say
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from labs.common import end_with_lab, process_context, refuse_launcher, require_writable, say
 from llm_ddp_parallel_training import (
     Launch,
     OneLineParser,
     RunError,
     ShardSampler,
     TinyCausalTransformer,
-    UserError,
     Where,
     build_optimizer,
     build_tiny,
@@ -212,7 +215,7 @@ class NoSampler(Bug):
     def symptom(self, record_ids):
         seen = [i for ids in gather(record_ids, self.launch) for i in ids]
         times = len(seen) / len(set(seen))
-        return times, f"an epoch trained on each of {len(set(seen))} records {times:.2g} times"
+        return times, f"an epoch trained {times:.2g} × on each of {len(set(seen))} records"
 
     def detector(self, record_ids):
         seen = [i for ids in gather(record_ids, self.launch) for i in ids]
@@ -988,7 +991,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--list", action="store_true", help="the bugs, one a line")
     what.add_argument("--bug", metavar="NAME", choices=BUGS, help="make this one")
     what.add_argument("--all", action="store_true", help="make all of them, in about a minute")
-    options.add_argument("--json", type=Path, metavar="FILE", help="also write the findings there")
+    options.add_argument("--json", type=Path, metavar="FILE",
+                         help="also write the findings there, replacing an old file")  # fmt: skip
     return options
 
 
@@ -1000,10 +1004,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.list:
             say("\n".join(f"{name:25} {title(kind)}" for name, kind in BUGS.items()))
             return
-        if given.json and not given.json.parent.is_dir():
-            raise UserError(f"--json {given.json}: there is no folder {given.json.parent}")
-        if given.json and given.json.is_dir():
-            raise UserError(f"--json {given.json} is a folder; give a file")
+        require_writable("--json", given.json)
         findings = {}
         for name in BUGS if given.all else [given.bug]:
             findings[name] = reproduce(name)

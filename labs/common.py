@@ -79,6 +79,18 @@ def end_with_lab() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def require_writable(flag: str, path: Path | None) -> None:
+    """Raises `UserError` unless a result can be written to this file, in place of an old one."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UserError(f"{flag} {path}: there is no folder {path.parent}")
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        raise UserError(f"{flag} {path} is a folder or a device; give a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{flag} {path}: the folder cannot be written to")
+
+
 def results_folder(lab: str, outputs: Sequence[str], chosen: Path | None, overwrite: bool) -> Path:
     """Makes the folder for results: `chosen`, or runs/<lab>-<date>-<time>.
 

@@ -41,6 +41,7 @@ import json
 import math
 import re
 import statistics
+import sys
 import textwrap
 import time
 import types
@@ -53,6 +54,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
+
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import llm_ddp_parallel_training as ddp
 from labs.common import BETWEEN_UPDATES, refuse_flags, results_folder
@@ -737,8 +741,8 @@ def samples_report(step: dict) -> list[str]:
     union = sorted(x["record"] for rank in step["ranks"] for x in rank["samples"])
     same = "the" if union == step["expected_records"] else "NOT the"
     return lines + prose(
-        f"Together they are {same} {len(step['expected_records'])} samples that one process with "
-        "this global batch would take next."
+        f"Together they are {same} {ddp.counted(len(step['expected_records']), 'sample')} that one "
+        "process with this global batch would take next."
     )
 
 
@@ -1030,8 +1034,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = (ddp.build_tiny if settings.model == "tiny" else ddp.build_qwen)(launch, settings)
         if own.steps > run.updates:
             raise ddp.UserError(
-                f"--steps {own.steps} is more than the {run.updates} updates that --max-steps and "
-                "--epochs allow"
+                f"--steps {own.steps} is more than --max-steps and --epochs allow, which is "
+                f"{ddp.counted(run.updates, 'update')}"
             )
         folder = claim_folder(launch, settings)
         ddp.print_header(run)

@@ -29,6 +29,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -900,7 +901,7 @@ def launch_lines(best: Candidate) -> list[str]:
         return [f"{start} llm_ddp_parallel_training.py {reference_flags(best)}"]
     return [
         f"{start} your_training.py" + ("   # on every node" if machine.nodes > 1 else ""),
-        f"# in it, {run.accum} micro-batches of {run.batch} × {run.seq_len} an update; "
+        f"# in it, {counted(run.accum, 'micro-batch')} of {run.batch} × {run.seq_len} an update; "
         + engine_calls(layout),
         f"python -m labs.strategies {practice(layout)} --cpu   # the same on a laptop",
     ]
@@ -1063,6 +1064,12 @@ def faults(run: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> dic
 # ------------------------------------------------------------------------------------------
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 layer', '2 layers', '1,000 layers'."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
+
+
 def gb(size: float) -> str:
     """Bytes in decimal units."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -1092,19 +1099,20 @@ def describe_run(plan: dict[str, Any]) -> list[str]:
     m, machine, batch = plan["model"], plan["machine"], plan["batch"]
     lora = "" if m["trained"] == m["parameters"] else f" and {m['trained']:,} trained in adapters"
     lines = [
-        f"model      {m['name']}: {m['parameters']:,} parameters{lora}; {m['layers']} layers, "
-        f"{m['width']} wide, {m['heads']} heads, vocabulary {m['vocab']:,}",
+        f"model      {m['name']}: {m['parameters']:,} parameters{lora}; "
+        f"{counted(m['layers'], 'layer')}, {m['width']} wide, {counted(m['heads'], 'head')}, "
+        f"vocabulary {m['vocab']:,}",
         f"machine    {machine['nodes']} × {machine['gpus_per_node']} {machine['name']}, "
         f"{machine['network']} between nodes",
         f"batch      per rank {batch['sequences']} × accumulation {batch['accumulation']} × ranks "
-        f"{plan['layout']['data']} = {batch['update_sequences']} sequences = "
+        f"{plan['layout']['data']} = {counted(batch['update_sequences'], 'sequence')} = "
         f"{batch['update_tokens']:,} tokens an update",
     ]
     if "data" in plan:
         d = plan["data"]
         lines += [
             f"data       {gb(d['bytes'])} at {d['bytes_per_token']:g} bytes a token = "
-            f"{d['tokens'] / 1e9:.4g} billion tokens, {d['epochs']:g} epoch(s)",
+            f"{d['tokens'] / 1e9:.4g} billion tokens, epochs: {d['epochs']:g}",
             f"           an epoch: {gb(d['node_bytes'])} a node, {gb(d['rank_bytes'])} a "
             f"data-parallel rank, which reads {gb(d['rank_bytes_per_second'])}/s",
         ]
@@ -1123,7 +1131,11 @@ def describe_memory(plan: dict[str, Any]) -> list[str]:
     for name, one in rows.items():
         values = "".join(f"{one[part] / scale:>12.3f}" for part in used)
         lines.append(f"{name:{wide}}{values}" + ("" if one["total"] <= has else "  does not fit"))
-    room = "" if math.isinf(has) else f" of {gb(has)}; {batch['largest']} sequences would fit"
+    room = (
+        ""
+        if math.isinf(has)
+        else f" of {gb(has)}; {counted(batch['largest'], 'sequence')} would fit"
+    )
     return [*lines, f"{plan['layout']['name']}: {plan['memory']['total']:,} bytes{room}"]
 
 
@@ -1144,7 +1156,7 @@ def describe_time(plan: dict[str, Any]) -> list[str]:
         t = plan["time"]
         cost = f", cost {t['cost']:,.0f}" if t["cost"] else ""
         lines.append(
-            f"all of it: {t['updates']:,} updates, {span(t['seconds'])}, "
+            f"all of it: {counted(t['updates'], 'update')}, {span(t['seconds'])}, "
             f"{t['gpu_hours']:,.0f} GPU-hours{cost}"
         )
     return lines
@@ -1190,8 +1202,9 @@ def describe_checkpoints(plan: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {name}: stops for {span(way['blocking_seconds'])} every "
             f"{span(way['interval_seconds'])} (Young {span(way['young_seconds'])}, Daly "
-            f"{span(way['daly_seconds'])}), {way['interval_updates']:,} updates; a failure costs "
-            f"{span(way['loss_per_failure_seconds'])}; useful {way['useful_share']:.2%}"
+            f"{span(way['daly_seconds'])}), {counted(way['interval_updates'], 'update')}; "
+            f"a failure costs {span(way['loss_per_failure_seconds'])}; "
+            f"useful {way['useful_share']:.2%}"
         )
     return lines
 
@@ -1207,7 +1220,7 @@ def recommend(plan: dict[str, Any]) -> list[str]:
         )
     way = plan["checkpoints"]["ways"]["background"]
     lines.append(
-        f"  Save in the background every {way['interval_updates']:,} updates "
+        f"  Save in the background every {counted(way['interval_updates'], 'update')} "
         f"({span(way['interval_seconds'])}); keep {plan['checkpoints']['kept']} and the best."
     )
     if plan["rejected"]:
@@ -1360,7 +1373,7 @@ def flag_parser() -> argparse.ArgumentParser:
         ),
         "output": (
             ("--json", bool, False, "the plan for programs"),
-            ("--picture", Path, None, "also draw memory by layout, to this file"),
+            ("--picture", Path, None, "also draw memory by layout, replacing an old file"),
         ),
     }  # fmt: skip
     for title, flags in groups.items():
@@ -1472,12 +1485,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        if math.isinf(plan["machine"]["memory"]):
-            plan["machine"]["memory"] = None  # JSON knows no infinity
-        print(json.dumps(plan, indent=2))
-    else:
-        print(report(plan))
+    if args.json and math.isinf(plan["machine"]["memory"]):
+        plan["machine"]["memory"] = None  # JSON knows no infinity
+    try:
+        print(json.dumps(plan, indent=2) if args.json else report(plan), flush=True)
+    except BrokenPipeError:  # the reader left: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+    except OSError as error:
+        print(f"error: cannot write the plan: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # nothing more can be flushed
     return 0
 
 

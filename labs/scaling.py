@@ -29,6 +29,7 @@ import io
 import itertools
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from labs import common
 from llm_ddp_parallel_training import (
@@ -54,6 +58,7 @@ from llm_ddp_parallel_training import (
     build_qwen,
     build_tiny,
     choose_device,
+    counted,
     ignore_signals,
     number,
     one_clear_ending,
@@ -445,7 +450,7 @@ def row_of(what: str, ranks: int, blocks: dict[tuple, Block]) -> dict[str, Any]:
 def table(rows: list[dict], batch: int) -> str:
     """The measurements as text."""
     titles = {
-        "weak": f"weak scaling: {batch} sequences per rank",
+        "weak": f"weak scaling: {counted(batch, 'sequence')} per rank",
         "independent": "independent processes: the same work, nothing shared but the machine",
         "strong": "strong scaling: as many sequences an update, whatever the number of ranks",
         "all cores": "for comparison: one process with the threads of all ranks",
@@ -478,8 +483,8 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
     by = {(row["scaling"], row["ranks"]): row for row in rows}
     machine, weak = by["independent", ranks]["efficiency"], by["weak", ranks]
     text = (
-        f"All ranks share this machine's {cores} cores, their caches and one memory bus. "
-        f"{ranks} independent processes reach {machine:.0%} of {ranks} times one process; "
+        f"All ranks share this machine's {counted(cores, 'core')}, their caches and one memory "
+        f"bus. {ranks} independent processes reach {machine:.0%} of {ranks} times one process; "
         f"what is missing, the machine does not have, with or without DDP. DDP keeps "
         f"{weak['of_independent']:.0%} of that; of a step, the all-reduce of the gradients takes "
         f"{weak['all_reduce_share']:.0%}, and waiting for each other, with the sum of the losses, "
@@ -489,11 +494,11 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
         other = by["all cores", 1]
         gain = weak["tokens_per_second"] / other["tokens_per_second"]
         text += (
-            f" One process with {other['threads_per_rank']} threads is another way to use the "
-            f"cores: {ranks} ranks are {gain:.2f} times as fast as that."
+            f" One process with {counted(other['threads_per_rank'], 'thread')} is another way to "
+            f"use the cores: {ranks} ranks are {gain:.2f} times as fast as that."
         )
     if ranks * weak["threads_per_rank"] > cores:
-        text += f" With {ranks} ranks on {cores} cores, ranks also take turns."
+        text += f" With {ranks} ranks on {counted(cores, 'core')}, ranks also take turns."
     return text
 
 
@@ -673,8 +678,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             size = facts["bytes"]
             common.say(
                 f"{settings.model}, {size / 1e6:.2f} MB of gradients, {facts['device']}, backend "
-                f"{facts['backend']}; {cores} cores, {threads} threads per rank; {options.rounds} "
-                "rounds"
+                f"{facts['backend']}; {counted(cores, 'core')}, {counted(threads, 'thread')} per "
+                f"rank; {counted(options.rounds, 'round')}"
             )  # fmt: skip
             blocks, links = measure(
                 teams, size, settings.batch_size, options.rounds, threads,

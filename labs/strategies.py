@@ -1,6 +1,6 @@
 """The same model and data under DDP, FSDP, tensor, pipeline and parameter-server training.
 
-All of them one after the other on the CPU, with a table and a picture at the end:
+All of them one after the other on the CPU, with tables and a picture at the end:
 
     python -m labs.strategies --compare --cpu
 
@@ -79,9 +79,12 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+if not __package__:  # started by its path: the project is in the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import llm_ddp_parallel_training as reference
 from labs import common
-from llm_ddp_parallel_training import RunError, UserError, summed_loss, valid_targets
+from llm_ddp_parallel_training import RunError, UserError, counted, summed_loss, valid_targets
 
 WATCHED_STEP = 3  # traffic and memory are counted there: DDP arranges its buckets until step 2
 GRADIENT_LIMIT = 1e-5  # of the first step, relative to the largest value of the same tensor
@@ -115,7 +118,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
     # fmt: off
     what = parser.add_mutually_exclusive_group(required=True).add_argument
     what("--strategy", choices=tuple(STRATEGIES), help="one way, on the ranks of the launcher")
-    what("--compare", action="store_true", help="all of them, one after the other, in one table")
+    what("--compare", action="store_true", help="all of them, one after the other, with tables")
     add = parser.add_argument
     add("--ranks", type=number(int, 1, 64),
         help="start this many ranks from here, instead of with python -m torch.distributed.run")
@@ -133,7 +136,8 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Nam
         help="fsdp: write a sharded checkpoint in the background after half of the steps")
     add("--load", type=Path, metavar="FOLDER",
         help="one, ddp, fsdp: go on from such a checkpoint, on any number of ranks")
-    add("--report", type=Path, metavar="FILE", help="also write the results as JSON")
+    add("--report", type=Path, metavar="FILE",
+        help="also write the results as JSON, replacing an old file")
     add("--output-dir", type=Path,
         help="--compare: for table and picture (default: runs/strategies-<date>-<time>)")
     add("--overwrite", action="store_true", help="--compare: replace what --output-dir holds")
@@ -167,12 +171,11 @@ def check_options(o: argparse.Namespace, s: argparse.Namespace, ranks: int) -> N
         (o.save and o.save.exists(), f"--save {o.save} is already there; name a new folder"),
         (o.output_dir or o.overwrite, "--output-dir and --overwrite need --compare"),
         (o.mode == "async" and not server, "--mode async needs --strategy parameter-server"),
-        (o.report and (o.report.is_dir() or not o.report.parent.is_dir()),
-         f"--report {o.report}: give a file in a folder that is there"),
         (o.load and name not in ("one", "ddp", "fsdp"), "--load needs --strategy one, ddp or fsdp"),
     ):  # fmt: skip
         if refused:
             raise UserError(why)
+    common.require_writable("--report", o.report)
 
 
 # ------------------------------------------------------------------------------------------
@@ -856,7 +859,7 @@ class Saver:
             raise RunError(f"--save {self.folder}: {first_cause(error)}") from error
         self.strategy.launch.say(
             f"saved      {self.folder}, state of step {self.after}: copied in "
-            f"{1e3 * self.copied:.0f} ms, {self.meanwhile} steps ended while it was written"
+            f"{1e3 * self.copied:.0f} ms, {counted(self.meanwhile, 'step')} ended meanwhile"
         )
 
 
@@ -1075,7 +1078,8 @@ def check_run(run: reference.Run, o: argparse.Namespace, config: dict, saved: di
     for refused, why in (
         (launch.device.type == "cuda" and gloo and o.strategy != "parameter-server",
          f"--strategy {o.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
-        (samples < o.global_batch, f"--global-batch {o.global_batch} of {samples} samples"),
+        (samples < o.global_batch,
+         f"--global-batch {o.global_batch} of {counted(samples, 'sample')}"),
         (changed, f"--load: {changed}"),
         (saved and saved["step"] >= steps,
          f"--max-steps {steps}: the checkpoint has {saved.get('step')} already"),
@@ -1144,13 +1148,20 @@ def notes_of(report: dict) -> list[str]:
 
 def traffic_text(traffic: dict[str, Sequence[float]]) -> str:
     """'2 × all-reduce 3.41 MB, …', or 'nothing'."""
-
-    def amount(size: float) -> str:
-        """Bytes with a unit."""
-        return f"{size / 1e6:.3g} MB" if size >= 1e4 else f"{size:.0f} B"
-
-    parts = [f"{count:.3g} × {name} {amount(size)}" for name, (count, size) in traffic.items()]
+    parts = [message_text(*amount, name) for name, amount in traffic.items()]
     return ", ".join(parts) or "nothing"
+
+
+def bytes_of(traffic: dict[str, Sequence[float]]) -> float:
+    """What a rank sent in a step."""
+    return sum(size for _, size in traffic.values())
+
+
+def message_text(count: float, size: float, name: str = "") -> str:
+    """'2 × all-reduce 3.41 MB': messages, and their bytes together."""
+    return f"{count:.3g} × {name}{' ' * bool(name)}" + (
+        f"{size / 1e6:.3g} MB" if size >= 1e4 else f"{size:.0f} B"
+    )
 
 
 # ------------------------------------------------------------------------------------------
@@ -1219,10 +1230,6 @@ COMPARED = (  # what the table calls it, ranks, flags
 OUTPUTS = ("strategies.txt", "strategies.md", "strategies.png")
 KINDS = ("log", "json")  # what each strategy printed and reported
 MEMORY = ("parameters", "gradients", "optimizer", "activations")
-HEADER = (
-    "strategy", "ranks", "Δ gradient", "Δ loss", *(f"{name} MB" for name in MEMORY),
-    "sent a step", "ms a step", "",
-)  # fmt: skip
 
 
 def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: list[str]) -> None:
@@ -1256,7 +1263,7 @@ def compare(options: argparse.Namespace, settings: argparse.Namespace, flags: li
             raise RunError(f"{name} failed with statuses {statuses}; see {log}")
         reports.append({"name": name, **json.loads(result.read_text("utf-8"))})
         common.say(f"{name}: {time.monotonic() - begin:.1f} s")
-    table = as_table([HEADER, *map(table_row, reports)])
+    table = as_tables(reports)
     for name in ("strategies.txt", "strategies.md"):  # aligned Markdown reads well as text
         reference.write_file(folder / name, lambda file: file.write(table.encode("utf-8")))
     draw(reports, folder / "strategies.png")
@@ -1268,29 +1275,36 @@ def slug(name: str) -> str:
     return name.replace(",", "").replace(" + ", "-").replace(" ", "-").lower()
 
 
-def table_row(report: dict) -> list[str]:
-    """One line of the table; where ranks hold different amounts, in rank order."""
-    ranks = report["ranks"]
+def as_tables(reports: list[dict]) -> str:
+    """What was found, as Markdown that reads well as text and fits into 100 columns."""
+    kinds = sorted({kind for r in reports for rank in r["ranks"] for kind in rank["traffic"]})
+    steps = [["strategy", "ranks", "Δ gradient", "Δ loss", "ms a step"]]
+    held = [["memory in MB", "ranks", *MEMORY]]
+    sent = [["sent a step by the busiest rank", *kinds]]
+    notes = []
+    for report in reports:
+        name, ranks = report["name"], report["ranks"]
+        apart = [report.get(f"{of}_difference") for of in ("gradient", "loss")]
+        apart = ["–" if x is None else f"{x:.0e}" for x in apart]
+        slowest = 1e3 * max(rank["seconds"] for rank in ranks)
+        steps.append([name, len(ranks), *apart, f"{slowest:.0f}"])
+        shares: dict[tuple, list[str]] = {}  # the ranks that hold the same
+        for number, rank in enumerate(ranks):
+            share = tuple(f"{rank[part] / 1e6:.2f}" for part in MEMORY)
+            shares.setdefault(share, []).append(str(number))
+        for share, numbers in shares.items():
+            held.append([name, "all" if len(shares) == 1 else ", ".join(numbers), *share])
+        traffic = max((r["traffic"] for r in ranks), key=bytes_of)
+        sent.append([name, *(message_text(*traffic[k]) if k in traffic else "–" for k in kinds)])
+        notes += [f"- {name}: {note}\n" for note in notes_of(report)]
+    return "\n".join([*map(as_table, (steps, held, sent)), "".join(notes)])
 
-    def by_rank(values: list[str]) -> str:
-        """The values of all ranks, or the one that they share."""
-        return " / ".join(values) if len(set(values)) > 1 else values[0]
 
-    exact = "loss_difference" in report
-    busiest = max(ranks, key=lambda r: sum(size for _, size in r["traffic"].values()))
-    return [
-        report["name"], str(len(ranks)), f"{report['gradient_difference']:.0e}" if exact else "–",
-        f"{report['loss_difference']:.0e}" if exact else "–",
-        *(by_rank([f"{r[name] / 1e6:.2f}" for r in ranks]) for name in MEMORY),
-        traffic_text(busiest["traffic"]), f"{1e3 * max(r['seconds'] for r in ranks):.0f}",
-        "; ".join(notes_of(report)),
-    ]  # fmt: skip
-
-
-def as_table(lines: Sequence[Sequence[str]]) -> str:
+def as_table(rows: Sequence[Sequence[object]]) -> str:
     """Cells as Markdown, padded so that columns stand under each other."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
-    rows = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     rows.insert(1, ["-" * width for width in widths])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 

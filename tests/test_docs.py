@@ -487,6 +487,25 @@ def test_the_page_on_bugs_lists_those_that_the_lab_makes():
     assert [code(row[0]) for row in table(page_named("Common-Bugs"), "bugs")] == list(BUGS)
 
 
+def test_the_claims_about_gradients_quote_the_output_that_their_page_shows():
+    page = page_named("Understanding-Gradients").read_text("utf-8")
+    (shown,) = (output for block, output in runnable(page_named("Understanding-Gradients")))
+    norms = [f"{float(x):.3f}" for x in re.findall(r"total +(.*) …", shown)[0].split()]
+    assert f"norms {norms[0]} and {norms[1]} |" in page
+    assert (
+        f"norm {norms[0]} on rank 0, {norms[1]} on rank 1; the averaged one\nhas {norms[2]}" in page
+    )
+    (digest,) = re.findall("weights before +([0-9a-f]+)…", shown)
+    assert f"sha256 `{digest}" in page
+    rows = re.findall(r"^ +\d +(\d+) +(\S+) ", shown, re.MULTILINE)
+    tokens, losses = zip(*((int(n), float(loss)) for n, loss in rows))
+    loss = sum(n * x for n, x in zip(tokens, losses)) / sum(tokens)
+    mean_of_means = sum(losses) / len(losses)
+    assert f"mean of the means is {mean_of_means:.6f},\nthe loss {loss:.6f}." in page
+    (size,) = re.findall(r": ([\d,]+) bytes", shown)
+    assert f"whose {int(size.replace(',', '')) / 1e3:.0f} kB are one bucket" in page
+
+
 @pytest.mark.parametrize(("name", "at_least"), [("Performance", 50), ("Planning", 20)])
 def test_figures_of_a_page_stand_where_they_were_measured(name, at_least):
     page = page_named(name).read_text("utf-8")

@@ -120,7 +120,7 @@ def test_a_batch_systems_signal_to_all_processes_is_survived_with_loader_workers
     assert end.status == 143, end
     assert len(end.err.splitlines()) == 1
     assert newest(run) == steps(run)[-1]
-    gone_by = time.monotonic() + 10
+    gone_by = time.monotonic() + 25
     while alive(family) and time.monotonic() < gone_by:
         time.sleep(0.1)
     assert not alive(family)
@@ -151,7 +151,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     os.kill(running.processes[0].pid, signal.SIGTERM)
     (end,) = running.wait(30)
     assert end.status == 143
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 45  # else it would have slept for 60 s first
 
 
 def test_sigterm_to_torchrun_saves_and_the_run_goes_on_exactly(tmp_path):
@@ -178,7 +178,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
     assert len(family) == 2
     process.kill()
     _, _, err = ending(process, 20)  # the ranks hold the pipes: it ends when they close them
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while alive(family) and time.monotonic() < end:
         time.sleep(0.05)
     assert not alive(family)
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_torchrun_and_every_child_with_one_short_message(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     pressed = time.monotonic()
     status, _, err = ending(process, 30)
-    while alive(family) and time.monotonic() < pressed + 10:
+    while alive(family) and time.monotonic() < pressed + 25:  # before torchrun kills
         time.sleep(0.1)
     assert not alive(family)
     assert status != 0
@@ -225,7 +225,7 @@ def test_torchrun_names_the_exception_of_one_rank_as_the_root_cause(tmp_path):
     until_update(run, 5)
     begin = time.monotonic()
     status, _, err = ending(process)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 28  # torchrun kills what does not leave after 30 s
     assert status == 1
     root = err[err.index("Root Cause") :]
     assert re.search(r"rank\s*: 1 ", root), root
@@ -241,7 +241,7 @@ def test_a_rank_killed_outright_ends_the_other_one(tmp_path, victim):
     faults = [{"kind": "SIGKILL", "rank": victim, "update": 4}]
     begin = time.monotonic()
     endings = job(2, *FLAGS, "--max-steps", 300, "--output-dir", tmp_path / "run", faults=faults)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 50  # the process group itself would wait for hours
     assert endings[victim].status == -9
     survivor = endings[1 - victim]
     assert survivor.status == 1
@@ -329,7 +329,8 @@ def test_a_rank_that_hangs_is_named_with_update_phase_and_stacks(tmp_path, kind)
         assert "stack of rank 1" in err and "time.sleep" in err
     # A rank that answers nothing is killed, so torchrun knows its number only.
     assert re.search(r"missing: rank 1|rank\s*: 1 ", err[err.index("Root Cause") :]), err
-    assert seconds < 20, f"ended after {seconds:.0f} s"
+    # Five seconds of patience and four of looking; for a stopped rank torchrun would wait 30 more.
+    assert seconds < 35, f"ended after {seconds:.0f} s"
     assert newest(run) == 4
 
 

