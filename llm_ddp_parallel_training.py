@@ -61,8 +61,6 @@ import tempfile
 import threading
 import time
 import traceback
-import urllib.parse
-import urllib.request
 import warnings
 import zlib
 from collections import Counter
@@ -1790,6 +1788,9 @@ def load_base(settings: argparse.Namespace) -> tuple[Any, Any]:
 
 def hub_is_unknown() -> bool:
     """Whether the hub's name does not resolve, which its client would try again for a minute."""
+    import urllib.parse
+    import urllib.request
+
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if not HF_HUB_OFFLINE and not urllib.request.getproxies():  # a proxy resolves names itself
