@@ -2865,7 +2865,7 @@ class RunLog:
             self.file = open(path, "a", encoding="utf-8")
             if self.settings.tensorboard:
                 self.board = summary_writer()(str(folder / "tensorboard"))
-            if sys.stderr.isatty():
+            if sys.stderr and sys.stderr.isatty():  # None: closed, 2>&-
                 from tqdm import tqdm
 
                 self.bar = tqdm(

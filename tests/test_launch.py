@@ -27,6 +27,8 @@ from conftest import (
     weights,
 )
 
+import llm_ddp_parallel_training as ddp
+
 INSTRUMENTED = ROOT / "tests" / "instrumented.py"
 
 
@@ -102,6 +104,13 @@ def test_a_reader_who_goes_away_does_not_end_the_run(tmp_path):
     finally:
         os.close(writing)
     assert (run.returncode, run.stderr) == (0, b"")
+    assert weights(tmp_path / "run")
+
+
+def test_a_closed_standard_error_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)  # what Python makes of 2>&-
+    flags = ("--cpu", "--threads", 1, "--max-steps", 1, "--output-dir", tmp_path / "run")
+    ddp.main([str(flag) for flag in flags])
     assert weights(tmp_path / "run")
 
 
