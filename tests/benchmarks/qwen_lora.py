@@ -1,7 +1,9 @@
 """Qwen2.5-0.5B with LoRA: this script beside transformers.Trainer with PEFT.
 
     python tests/benchmarks/qwen_lora.py                  all cases (about 15 minutes, 16 GB)
-    python tests/benchmarks/qwen_lora.py --only packed    one case
+    python tests/benchmarks/qwen_lora.py --only packed --products
+                                                          one case, and how near it comes to its
+                                                          own matrix products
     python tests/benchmarks/qwen_lora.py --device cuda --precision bf16 --rounds 20
 
 Full architecture, random weights, LoRA r 8 on q_proj and v_proj with dropout 0.05. A step is
@@ -42,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 VOCAB = 151936
-TRAINER, OURS = "Trainer", "script"
+TRAINER, OURS, PRODUCTS = "Trainer", "script", "products"
 CASES = {  # name: (data of this side, data of the Trainer, rows, tokens a row, flags)
     "lines": ("lines", "lines", 8, 64, ()),
     "packed": ("packed", "lines", 8, 64, ("--pack",)),
@@ -208,15 +210,43 @@ def trainer_side(args: argparse.Namespace, steps: int) -> None:
         trainer.train()
 
 
-SIDES: dict[str, Callable] = {OURS: script_side, TRAINER: trainer_side}
+def products_side(args: argparse.Namespace, steps: int) -> None:
+    """Nothing but the matrix products of a step on full windows: forward, gradients of inputs."""
+    from qwen_assets import full_config
+
+    torch.set_num_threads(THREADS)
+    _, _, rows, seq_len, _ = CASES[args.only]
+    c, tokens = full_config(args.layers), rows * seq_len
+    key_width = c.hidden_size * c.num_key_value_heads // c.num_attention_heads
+    layer = [(c.hidden_size, c.hidden_size)] * 2 + [(key_width, c.hidden_size)] * 2  # q, o; k, v
+    layer += [(c.intermediate_size, c.hidden_size)] * 2 + [(c.hidden_size, c.intermediate_size)]
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    device, dtype = args.device, dtypes[args.precision]
+    weights = [torch.randn(s, device=device, dtype=dtype) for s in layer * args.layers]
+    wide = {n: torch.randn(tokens, n, device=device, dtype=dtype) for s in layer for n in s}
+    head = torch.randn(VOCAB, c.hidden_size, device=device, dtype=dtype)
+    meter = Meter(device)
+    meter.start_training()
+    for _ in range(steps):
+        meter.begin()
+        for weight in weights:
+            wide[weight.shape[1]] @ weight.t()
+            wide[weight.shape[0]] @ weight
+        for part in wide[c.hidden_size].split(256):  # the logits as the script has them: in chunks
+            (part @ head.t()) @ head
+        meter.end(tokens)
+
+
+SIDES: dict[str, Callable] = {OURS: script_side, TRAINER: trainer_side, PRODUCTS: products_side}
 
 
 def measure(case: str, args: argparse.Namespace) -> dict:
-    """Both sides of a case, in turns: [tokens/s, GB] of each, and of their ratio."""
+    """The sides of a case, in turns: [tokens/s, GB] of each, and ratios of the script to them."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     errors = tempfile.TemporaryFile("w+", encoding="utf-8")
-    workers, seen = {}, {side: [] for side in SIDES}
-    for side in SIDES:
+    sides = [OURS, TRAINER] + [PRODUCTS] * args.products
+    workers, seen = {}, {side: [] for side in sides}
+    for side in sides:
         command = [sys.executable, "-W", "ignore", __file__, "--side", side, "--only", case]
         command += ["--layers", str(args.layers), "--rounds", str(args.rounds)]
         command += ["--device", args.device, "--precision", args.precision]
@@ -236,17 +266,22 @@ def measure(case: str, args: argparse.Namespace) -> dict:
         sys.exit(f"{case}: the {side} side ended\n{errors.read()}")
 
     for turn in range(1 + args.rounds):  # the first one, which warms up, is left out
-        for side in list(SIDES)[:: -1 if turn % 2 else 1]:
+        for side in sides[:: -1 if turn % 2 else 1]:
             result = step(side)
             if turn:
                 seen[side].append(result)
     for process in workers.values():
         process.communicate()  # closes its input
-    pairs = list(zip(seen[OURS], seen[TRAINER]))
-    ratios = [[a[k] / b[k] for k in (0, 1)] for a, b in pairs]
+
+    def ratios(side: str) -> list[list[float]]:
+        return [[a[k] / b[k] for k in (0, 1)] for a, b in zip(seen[OURS], seen[side])]
+
+    seen["ratio"] = ratios(TRAINER)
+    if args.products:
+        seen["of prod."] = [[speed, 0.0] for speed, _ in ratios(PRODUCTS)]
     return {
         side: [statistics.median(column) for column in zip(*results)]
-        for side, results in {**seen, "ratio": ratios}.items()
+        for side, results in seen.items()
     }
 
 
@@ -259,6 +294,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24, help="fewer: to try it out (default: 24)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument(
+        "--products",
+        action="store_true",
+        help="beside it, the step's matrix products and nothing else",
+    )
     parser.add_argument("--json", action="store_true", help="a line a case, for programs")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -274,7 +314,7 @@ def main() -> None:
             print(json.dumps(result), flush=True)
             continue
         for side, (speed, memory) in result.items():
-            title, digits = TITLES[case] if side == OURS else "", 2 if side == "ratio" else 1
+            title, digits = TITLES[case] if side == OURS else "", 1 if side in SIDES else 2
             print(f"{title:40}{side:9}{speed:10.{digits}f}{memory:8.2f}", flush=True)
 
 
