@@ -572,6 +572,8 @@ def set_up(launch: Launch) -> None:
         else:
             backend, why = "nccl", "one CUDA device per rank"
     launch.choose("backend", backend, why)
+    why = "PyTorch's default; no other was faster" if backend == "gloo" else "PyTorch's default"
+    launch.choose("buckets", "25 MB of gradients a message", why)
     join_group(launch, backend)
 
 

@@ -1031,6 +1031,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ddp.require_matplotlib()
         ddp.choose_device(launch, settings)
         ddp.set_up(launch)
+        if own.bucket_cap_mb:
+            asked = (
+                "buckets",
+                f"{own.bucket_cap_mb:g} MB of gradients a message",
+                "--bucket-cap-mb",
+            )
+            launch.choices = [asked if row[0] == "buckets" else row for row in launch.choices]
         run = (ddp.build_tiny if settings.model == "tiny" else ddp.build_qwen)(launch, settings)
         if own.steps > run.updates:
             raise ddp.UserError(
