@@ -92,7 +92,7 @@ def watch_ranks(
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
             a_rank, (work, arguments, environments, folder, log), len(environments), join=False,
-            daemon=True, start_method=how,
+            start_method=how,
         )  # fmt: skip
         try:
             hung = wait_for(context.processes, seconds, go_on)
