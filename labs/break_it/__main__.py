@@ -16,14 +16,12 @@ if not __package__:  # started by its path: the project is two folders up
 from labs.break_it import BUGS, detectors
 from labs.break_it.bug import Bug, OnPaper, Stop
 from labs.break_it.runner import RANKS, Finding, reproduce
-from labs.shared.flags import flag, own_parser, refuse_launcher, require_writable, say
+from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable, say
 from labs.shared.report import paragraph, table
 from llm_ddp_parallel_training import (
     RunError,
     UserError,
-    Where,
     one_clear_ending,
-    print_on_any_terminal,
     write_json,
 )
 
@@ -31,16 +29,15 @@ from llm_ddp_parallel_training import (
 @dataclasses.dataclass
 class Options:
     list: bool = flag(False, "the bugs, one a line; so without any flag")
-    bug: str | None = flag(None, "make this one, in some seconds", choices=BUGS)
+    bug: str | None = flag(None, "make this one, in some seconds", choices=BUGS, metavar="NAME")
     all: bool = flag(False, "make all of them, in about a minute, and end with a table")
-    json: Path | None = flag(None, "also write the findings there, replacing an old file")  # noqa: RUF009
+    json: Path | None = flag(None, "also write the findings there, replacing an old file")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    print_on_any_terminal()
-    with one_clear_ending(Where()):
-        parser = own_parser(Options, "break_it", "The classic bugs of distributed training.")
-        parser.epilog = None
+    with one_clear_ending():
+        description = "The classic bugs of distributed training, each made on two ranks."
+        parser = flag_parser(Options, prog="python -m labs.break_it", description=description)
         options = Options(**vars(parser.parse_args(argv)))
         if options.list + options.all + bool(options.bug) > 1:
             raise UserError("--list, --bug and --all exclude each other")
