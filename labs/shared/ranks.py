@@ -76,7 +76,7 @@ def watch_ranks(
     their endings follow each other. After `seconds` all are killed; when one has failed, the others
     after `GRACE_S`, unless they are to `go_on`. `log`: the file that takes all they print.
     `modules`: what takes long to import, to be imported once for all. `work` must be found by its
-    name in a module, and what it takes and returns must be picklable.
+    name in a module (not in a package's `__main__`); what it takes and returns must be picklable.
     """
     groups = [ranks] if isinstance(ranks, int) else ranks
     stores = [new_store() for _ in groups]  # kept until all have ended

@@ -30,7 +30,7 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[object] = (), align
     for *cells, last in lines:
         start = "".join(f"{cell:{a}{w}}  " for cell, a, w in zip(cells, align, widths))
         if align[-1] == "<":
-            parts = textwrap.wrap(last, max(20, WIDTH - before)) or [""]
+            parts = textwrap.wrap(last, max(20, WIDTH - before), break_on_hyphens=False) or [""]
         else:
             parts = [f"{last:>{widths[-1]}}"]
         text += [start + parts[0], *(" " * before + part for part in parts[1:])]

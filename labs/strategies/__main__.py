@@ -41,10 +41,10 @@ if not __package__:  # started by its path: the project is two folders above
 from labs.shared.flags import refuse_launcher
 from labs.shared.ranks import run_ranks, watch_ranks
 from labs.shared.report import show
-from labs.strategies.compare import ENGINES, PATIENCE_S, compare
+from labs.strategies.compare import ENGINES, PATIENCE_S, a_rank, compare
 from labs.strategies.options import LAB, check, parse
-from labs.strategies.report import as_text, combined
-from labs.strategies.train import require_equal, run_strategy
+from labs.strategies.report import as_text, combined, require_equal
+from labs.strategies.train import run_strategy
 from llm_ddp_parallel_training import (
     Where,
     gather,
@@ -87,15 +87,13 @@ def start(options: Any, argv: list[str]) -> list[dict | None]:
     return [ending.value for ending in endings]
 
 
-def a_rank(argv: list[str]) -> dict:
-    """What each rank that `start` started does."""
-    options, settings, _ = parse(argv)
-    return run_strategy(read_launcher(), options, settings)
-
-
 def tell(report: dict, options: Any, settings: Any) -> None:
     """Prints what was found, writes it, and raises `RunError` if the numbers are wrong."""
-    show(as_text(report))
+    show(f"\n{as_text({options.strategy: report})}\n")
+    if "loss_difference" in report:
+        show("Gradients and losses are those of one process, but for rounding.")
+    else:
+        show("These are not the numbers of one process: there is nothing to compare them with.")
     if options.report:
         write_json(options.report, report)
     if settings.precision == "fp32":

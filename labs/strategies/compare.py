@@ -1,4 +1,4 @@
-"""All strategies one after the other: who holds what, what crosses a link, what follows."""
+"""All strategies one after the other, with tables, a picture and a conclusion."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from labs.shared.flags import results_folder
 from labs.shared.plot import new_figure, require_matplotlib, save_figure
 from labs.shared.ranks import run_ranks
-from labs.shared.report import counted, paragraph, show, table
+from labs.shared.report import counted, paragraph, show
 from labs.strategies.options import LAB, check, parse
-from labs.strategies.report import combined, notes_of, size
-from labs.strategies.train import MEMORY, require_equal, run_strategy
+from labs.strategies.report import as_text, combined, over_links, require_equal
+from labs.strategies.train import MEMORY, run_strategy
 from llm_ddp_parallel_training import UserError, read_launcher, write_file, write_json
 
 COMPARED = (  # what the tables call it, ranks, flags
@@ -41,6 +41,8 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
     batches = [
         "--global-batch", str(options.global_batch), "--micro-batches", str(options.micro_batches),
     ]  # fmt: skip
+    if settings.threads is None:  # nothing is timed, and one thread each disturbs nobody
+        batches += ["--threads", "1"]
     for _, ranks, own in COMPARED:
         check(*parse([*own, *batches, *flags])[:2], ranks)
     require_matplotlib()
@@ -56,60 +58,24 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
             show(f"  {name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
             continue
         found = run_ranks(
-            silent_rank, ranks, ([*own, *batches, *flags],), seconds=PATIENCE_S, modules=ENGINES,
+            a_rank, ranks, ([*own, *batches, *flags], False), seconds=PATIENCE_S, modules=ENGINES,
             log=folder / "strategies.log",
         )  # fmt: skip
         reports[name] = combined(found)
         if settings.precision == "fp32":
             require_equal(reports[name])
-    text = as_text(reports)
+    text = f"{as_text(reports)}\n\n{paragraph(conclusion(reports))}\n"
     write_file(folder / OUTPUTS[0], lambda file: file.write(text.encode("utf-8")))
     write_json(folder / OUTPUTS[1], reports)
     draw(reports, folder / OUTPUTS[2])
     show(f"\n{text}\nwritten to {folder}: {' '.join(OUTPUTS)}")
 
 
-def silent_rank(argv: list[str]) -> dict:
-    """What each rank of a compared strategy does."""
+def a_rank(argv: list[str], shown: bool = True) -> dict:
+    """What each rank does that is started from here; `shown`: rank 0 prints the steps."""
     options, settings, _ = parse(argv)
-    options.shown = False
+    options.shown = shown
     return run_strategy(read_launcher(), options, settings)
-
-
-def as_text(reports: dict[str, dict]) -> str:
-    """Two tables, the notes and the conclusion, in at most 100 columns."""
-    links, held, notes = [], [], []
-    for name, report in reports.items():
-        ranks = report["ranks"]
-        apart = [report.get(f"{of}_difference") for of in ("gradient", "loss")]
-        apart = ["–" if x is None else f"{x:.0e}" for x in apart]
-        busiest = max((r["traffic"] for r in ranks), key=over_links)
-        messages = [
-            f"{kind} {count:.3g} × {size(link / count)}"
-            for kind, (count, _, link) in sorted(busiest.items())
-        ]
-        links.append(
-            [name, len(ranks), *apart, f"{over_links(busiest) / 1e6:.2f}", ", ".join(messages)]
-        )
-        shares: dict[tuple, list[str]] = {}  # the ranks that hold the same
-        for number, rank in enumerate(ranks):
-            share = tuple(f"{rank[part] / 1e6:.2f}" for part in MEMORY)
-            shares.setdefault(share, []).append(str(number))
-        for share, numbers in shares.items():
-            held.append([name, "all" if len(shares) == 1 else ", ".join(numbers), *share])
-        notes += [paragraph(f"{name}: {note}", "  ") for note in notes_of(report)]
-    return "\n".join([
-        "What a rank holds, in MB",
-        table(held, ["", "ranks", *MEMORY]),
-        "\nHow far from one process, and what the busiest rank sends over its link in a step",
-        table(links, ["", "ranks", "Δ gradient", "Δ loss", "MB", "messages × mean size"], "<>>>><"),
-        "", *notes, "", paragraph(conclusion(reports)), "",
-    ])  # fmt: skip
-
-
-def over_links(traffic: dict[str, Sequence[float]]) -> float:
-    """Bytes of a step that cross the rank's link."""
-    return sum(link for _, _, link in traffic.values())
 
 
 def state(report: dict) -> float:
@@ -151,7 +117,7 @@ def draw(reports: dict[str, dict], path: Path) -> None:
     places = [at - 0.45 + 0.9 * (i + 0.5) / n for at, n in enumerate(counts) for i in range(n)]
     heights = [0.8 / n for n in counts for _ in range(n)]
 
-    def stack(axes: Any, title: str, colors: str, parts: dict[str, list[float]]) -> None:
+    def stack(axes: Any, title: str, colors: str, where: str, parts: dict) -> None:
         """One panel; each part begins where the last one ended."""
         left = [0.0] * len(ranks)
         for color, (name, values) in zip(colormaps[colors].colors, parts.items()):
@@ -159,12 +125,18 @@ def draw(reports: dict[str, dict], path: Path) -> None:
             left = [a + b for a, b in zip(left, values)]
         axes.set(title=title, xlabel="MB", xlim=(0, 1.05 * max(left)))
         axes.grid(axis="x", alpha=0.3)
-        axes.legend(fontsize=9, loc="lower right")
+        axes.legend(fontsize=9, loc=where)
 
-    stack(memory, "A rank holds", "tab10", {n: [r[n] / 1e6 for r in ranks] for n in MEMORY})
+    stack(
+        memory,
+        "A rank holds",
+        "tab10",
+        "lower right",
+        {n: [r[n] / 1e6 for r in ranks] for n in MEMORY},
+    )
     kinds = sorted({kind for rank in ranks for kind in rank["traffic"]})
     sent = {k: [r["traffic"].get(k, (0, 0, 0))[2] / 1e6 for r in ranks] for k in kinds}
-    stack(links, "A rank sends over its link in a step", "Set2", sent)
+    stack(links, "A rank sends over its link in a step", "Set2", "upper right", sent)
     names = [f"{name}\n{counted(n, 'rank')}" for name, n in zip(reports, counts)]
     memory.set_yticks(range(len(reports)), names)
     memory.invert_yaxis()

@@ -39,8 +39,6 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }  # fmt: skip
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
 WATCHED_STEP = 3  # the one that is counted: DDP arranges its buckets until step 2
-GRADIENT_LIMIT = 1e-5  # of the first step, relative to the largest value of the same tensor
-LOSS_LIMIT = 1e-4  # nats per token, at every step
 
 
 def run_strategy(launch: Launch, options: Any, settings: Any) -> dict:
@@ -55,8 +53,10 @@ def run_strategy(launch: Launch, options: Any, settings: Any) -> dict:
     check_run(run, options, index)
     alone = copy.deepcopy(run.model)
     strategy = STRATEGIES[options.strategy](run.model, launch, settings, options)
-    for what, chosen, why in launch.choices if options.shown else ():
-        launch.say(f"{what:10} {chosen} ({why})")
+    if options.shown:
+        launch.say(f"{counted(settings.max_steps, 'step')}, about 10 s")
+        for what, chosen, why in launch.choices:
+            launch.say(f"{what:10} {chosen} ({why})")
 
     baseline, losses = {}, []
     if launch.rank == 0:
@@ -73,7 +73,10 @@ def run_strategy(launch: Launch, options: Any, settings: Any) -> dict:
 
     shown: list[float] = []
     report = train(strategy, run, show)
-    report |= {"strategy": options.strategy, "losses": shown, **strategy.findings()}
+    report |= {
+        "strategy": options.strategy, "steps": settings.max_steps, "losses": shown,
+        **strategy.findings(),
+    }  # fmt: skip
     if launch.rank == 0 and comparable and not report.get("lost_workers"):
         report |= differences(report, baseline, shown, losses)
     return {key: value for key, value in report.items() if key != "first_gradients"}
@@ -162,16 +165,6 @@ def differences(report: dict, baseline: dict, losses: list, expected: list) -> d
     gradients = [float((ours[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()]
     apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     return {"gradient_difference": max(gradients), "loss_difference": max(apart)}
-
-
-def require_equal(report: dict) -> None:
-    """Raises `RunError` unless gradients and losses are those of one process, within rounding."""
-    gradient, loss = report.get("gradient_difference", 0), report.get("loss_difference", 0)
-    if not (gradient <= GRADIENT_LIMIT and loss <= LOSS_LIMIT):  # NaN fails too
-        raise RunError(
-            f"{report['strategy']} differs from one process: gradients of the first step by "
-            f"{gradient:.1e} (allowed {GRADIENT_LIMIT}), losses by {loss:.1e} ({LOSS_LIMIT})"
-        )
 
 
 def check_run(run: Any, options: Any, index: dict) -> None:
