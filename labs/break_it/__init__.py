@@ -20,7 +20,7 @@ functions that know nothing of this lab, and all of them can be copied.
     detectors.py  the detectors that serve several bugs
     data.py, gradients.py, sync.py, weights.py, loop.py, wrapper.py, saving.py    the bugs
     runner.py     two fresh processes for each version
-    draw.py       the pictures of the wiki's page about gradients
+    picture.py    six symptoms, wrong and right
 """
 
 from __future__ import annotations

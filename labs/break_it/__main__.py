@@ -15,8 +15,10 @@ if not __package__:  # started by its path: the project is two folders up
 
 from labs.break_it import BUGS, detectors
 from labs.break_it.bug import Bug, OnPaper, Stop
+from labs.break_it.picture import draw
 from labs.break_it.runner import RANKS, Finding, reproduce
 from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable, say
+from labs.shared.plot import require_matplotlib
 from labs.shared.report import paragraph, table
 from llm_ddp_parallel_training import (
     RunError,
@@ -32,6 +34,7 @@ class Options:
     bug: str | None = flag(None, "make this one, in some seconds", choices=BUGS, metavar="NAME")
     all: bool = flag(False, "make all of them, in about a minute, and end with a table")
     json: Path | None = flag(None, "also write the findings there, replacing an old file")
+    picture: Path | None = flag(None, "also draw six of them there, with --all")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,16 +44,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = Options(**vars(parser.parse_args(argv)))
         if options.list + options.all + bool(options.bug) > 1:
             raise UserError("--list, --bug and --all exclude each other")
+        if options.picture and not options.all:
+            raise UserError("--picture draws six bugs: give --all with it")
         refuse_launcher("break_it")
         if not (options.all or options.bug):
             say(table([[name, title(kind)] for name, kind in BUGS.items()], align="<<"))
             say("\nMake one with --bug NAME, or all of them with --all.")
             return
         require_writable("--json", options.json)
-        make(list(BUGS) if options.all else [options.bug], options.json)
+        require_writable("--picture", options.picture)
+        if options.picture:
+            require_matplotlib()
+        make(list(BUGS) if options.all else [options.bug], options)
 
 
-def make(names: list[str], json: Path | None) -> None:
+def make(names: list[str], options: Options) -> None:
     """Makes these bugs, tells about each, and concludes. Raises `RunError` if one was not seen."""
     what, time = ("all bugs", "about a minute") if len(names) > 1 else (names[0], "some seconds")
     say(f"{what}, each wrong and right, on {RANKS} ranks of this CPU: {time}")
@@ -59,8 +67,10 @@ def make(names: list[str], json: Path | None) -> None:
         if not issubclass(BUGS[name], OnPaper):
             findings[name] = reproduce(name)
         tell(name, findings.get(name))
-    if json:
-        write_json(json, {
+    if options.picture:
+        draw(findings, options.picture)
+    if options.json:
+        write_json(options.json, {
             name: {version: dataclasses.asdict(f) for version, f in both.items()}
             for name, both in findings.items()
         })  # fmt: skip
