@@ -50,7 +50,7 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
     gpus = torch.cuda.device_count() if settings.device in ("auto", "cuda") else 0
-    reports = {}
+    reports, alone = {}, None
     show(f"{counted(len(COMPARED), 'way')} on one to four ranks, about 30 s")
     for name, ranks, own in COMPARED:
         show(f"  {name}")
@@ -58,9 +58,10 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
             show(f"  {name}: left out, it needs {ranks} GPUs; with --cpu it needs none")
             continue
         found = run_ranks(
-            a_rank, ranks, ([*own, *batches, *flags], False), seconds=PATIENCE_S, modules=ENGINES,
-            log=folder / "strategies.log",
+            a_rank, ranks, ([*own, *batches, *flags], False, alone), seconds=PATIENCE_S,
+            modules=ENGINES, log=folder / "strategies.log",
         )  # fmt: skip
+        alone = alone or found[0]
         reports[name] = combined(found)
         if settings.precision == "fp32":
             require_equal(reports[name])
@@ -71,11 +72,14 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
     show(f"\n{text}\nwritten to {folder}: {' '.join(OUTPUTS)}")
 
 
-def a_rank(argv: list[str], shown: bool = True) -> dict:
-    """What each rank does that is started from here; `shown`: rank 0 prints the steps."""
+def a_rank(argv: list[str], shown: bool = True, alone: dict | None = None) -> dict:
+    """What each rank does that is started from here; `shown`: rank 0 prints the steps.
+
+    `alone` is what one process reported, if that is known.
+    """
     options, settings, _ = parse(argv)
     options.shown = shown
-    return run_strategy(read_launcher(), options, settings)
+    return run_strategy(read_launcher(), options, settings, alone)
 
 
 def state(report: dict) -> float:

@@ -12,7 +12,7 @@ from labs.strategies.train import STRATEGIES, WATCHED_STEP
 from llm_ddp_parallel_training import DEFAULTS, UserError
 
 LAB = "strategies"
-STEPS = 10  # enough to show whether two ways train alike
+STEPS = 8  # enough to show whether two ways train alike
 SIZE = ["--max-steps", str(STEPS), "--precision", "fp32", "--d-model", "128", "--layers", "4"]
 SAME_HERE = {  # the reference's flags that mean the same here
     "device", "cpu", "seed", "threads", "corpus_file", "builtin", "corpus_format", "d_model",

@@ -21,7 +21,8 @@ def combined(found: Sequence[dict | None]) -> dict[str, Any]:
 
     What rank 0 says counts for all, but for what each rank holds and sends: that is `ranks`.
     """
-    report = {key: value for key, value in found[0].items() if key not in OF_A_RANK}
+    left_out = {*OF_A_RANK, "first_gradients"}
+    report = {key: value for key, value in found[0].items() if key not in left_out}
     ranks = [rank and {key: rank[key] for key in OF_A_RANK} for rank in found]
     return {**report, "ranks": ranks}
 

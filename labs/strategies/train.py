@@ -41,45 +41,48 @@ MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
 WATCHED_STEP = 3  # the one that is counted: DDP arranges its buckets until step 2
 
 
-def run_strategy(launch: Launch, options: Any, settings: Any) -> dict:
+def run_strategy(
+    launch: Launch, options: Any, settings: Any, alone: dict | None = None
+) -> dict[str, Any]:
     """One strategy on the ranks that were launched; what this rank has to report. Ranks meet.
 
-    Rank 0 first trains the same model on the same global batches alone.
+    `alone` is what one process reports that trains the same model on the same global batches; if it
+    is not known, rank 0 does that first.
     """
     index = read_index(options.load) if options.load else {}
     choose_device(launch, settings)
     set_up(launch)
     run = build_tiny(launch, settings)
     check_run(run, options, index)
-    alone = copy.deepcopy(run.model)
+    if launch.rank == 0 and not alone:
+        model, losses = copy.deepcopy(run.model), []
+        one = Strategy(model, Launch(device=launch.device), settings, options)
+        alone = train(one, run, lambda _, loss: losses.append(loss))
+        alone["losses"] = losses
+        del one, model
     strategy = STRATEGIES[options.strategy](run.model, launch, settings, options)
     if options.shown:
         launch.say(f"{counted(settings.max_steps, 'step')}, about 10 s")
         for what, chosen, why in launch.choices:
             launch.say(f"{what:10} {chosen} ({why})")
 
-    baseline, losses = {}, []
-    if launch.rank == 0:
-        one = Strategy(alone, Launch(device=launch.device), settings, options)
-        baseline = train(one, run, lambda _, loss: losses.append(loss))
-        del one
+    shown: list[float] = []
     comparable = options.strategy != "parameter-server" or options.mode == "sync"
 
     def show(step: int, loss: float) -> None:
-        beside = f"   one process {losses[len(shown)]:.6f}" if comparable and losses else ""
         shown.append(loss)
-        if options.shown:
+        if options.shown and launch.rank == 0:
+            beside = f"   one process {alone['losses'][len(shown) - 1]:.6f}" if comparable else ""
             launch.say(f"step {step:3}   loss {loss:.6f}{beside}")
 
-    shown: list[float] = []
     report = train(strategy, run, show)
     report |= {
         "strategy": options.strategy, "steps": settings.max_steps, "losses": shown,
         **strategy.findings(),
     }  # fmt: skip
     if launch.rank == 0 and comparable and not report.get("lost_workers"):
-        report |= differences(report, baseline, shown, losses)
-    return {key: value for key, value in report.items() if key != "first_gradients"}
+        report |= differences(report, alone)
+    return report
 
 
 def global_batches(run: Any, size: int) -> Iterator[dict]:
@@ -157,13 +160,13 @@ def serve(strategy: ParameterServer, record: Callable[[int, float], None]) -> di
     }  # fmt: skip
 
 
-def differences(report: dict, baseline: dict, losses: list, expected: list) -> dict[str, float]:
+def differences(report: dict, alone: dict) -> dict[str, float]:
     """How far a strategy is from one process: first gradients, relative; losses, in nats."""
-    ours, theirs = report["first_gradients"], baseline["first_gradients"]
+    ours, theirs = report["first_gradients"], alone["first_gradients"]
     if ours.keys() != theirs.keys():
         raise RunError(f"gradients are missing: {sorted(ours.keys() ^ theirs.keys())}")
     gradients = [float((ours[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()]
-    apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    apart = [abs(a - b) for a, b in zip(report["losses"], alone["losses"], strict=True)]
     return {"gradient_difference": max(gradients), "loss_difference": max(apart)}
 
 
