@@ -23,7 +23,7 @@ class Candidate:
     run: Run
     memory: dict[str, int]
     step: dict[str, float]
-    problem: str = ""  # why it cannot be taken
+    problem: str = ""  # "too big" for the GPU, or "large batch": more than --global-batch
 
     @property
     def update_tokens(self) -> int:
@@ -82,41 +82,47 @@ def portions(run: Run, layout: Layout, args: argparse.Namespace) -> list[tuple[i
     """(sequences of a micro-batch, micro-batches) of a rank that make up the global batch.
 
     Never more than was asked for, and at most a tenth less; none if each rank's one sequence is
-    already more.
+    already more, or an interleaved pipeline has fewer micro-batches than stages.
     """
+    least = layout.pipeline if layout.chunks > 1 else 1  # micro-batches that chunks overlap
     if args.batch_size and args.grad_accum:
-        return [(args.batch_size, args.grad_accum)]
+        return [(args.batch_size, args.grad_accum)] if args.grad_accum >= least else []
     update = min(args.global_batch, args.tokens or math.inf)
     sequences = int(update / run.seq_len / layout.data)  # of a rank
     if args.batch_size:
         accum = sequences // args.batch_size
-        return [(args.batch_size, accum)] if accum else []
+        return [(args.batch_size, accum)] if accum >= least else []
     found = []
     for power in range(sequences.bit_length()):
         accum = args.grad_accum or math.ceil(sequences / 2**power)
         batch = min(sequences // accum, 2**power) if args.grad_accum else sequences // accum
-        if batch and (args.grad_accum or batch * accum >= 0.9 * sequences):
+        enough = args.grad_accum or batch * accum >= 0.9 * sequences
+        if batch and enough and accum >= least:
             found.append((batch, accum))
     return found
 
 
 def assess(run: Run, layout: Layout, args: argparse.Namespace) -> Candidate:
-    """The layout with the portions that make it fastest among those that fit."""
+    """The layout with the portions that make it fastest among those that fit.
+
+    Of those within 1 %, the one with the largest micro-batch: larger products are no slower.
+    """
 
     def candidate(batch: int, accum: int, problem: str = "") -> Candidate:
         there = dataclasses.replace(run, batch=batch, accum=accum)
         need = memory(there, layout)
         if not problem and need["total"] > run.machine.memory:
-            problem = "does not fit"
+            problem = "too big"
         return Candidate(layout, there, need, step_seconds(there, layout), problem)
 
     seen = [candidate(batch, accum) for batch, accum in portions(run, layout, args)]
     if not seen:
-        batch = args.batch_size or 1
-        least = batch * run.seq_len * layout.data
-        return candidate(batch, 1, f"needs updates of {least:,} tokens")
+        least = layout.pipeline if layout.chunks > 1 else 1
+        return candidate(args.batch_size or 1, least, "large batch")
     possible = [one for one in seen if not one.problem]
-    return max(possible, key=lambda one: one.tokens_per_second, default=seen[0])
+    fastest = max((one.tokens_per_second for one in possible), default=0.0)
+    good = [one for one in possible if one.tokens_per_second >= 0.99 * fastest]
+    return max(good, key=lambda one: one.run.batch, default=seen[0])
 
 
 def choose(run: Run, args: argparse.Namespace) -> tuple[Candidate, list[Candidate]]:
@@ -136,7 +142,7 @@ def choose(run: Run, args: argparse.Namespace) -> tuple[Candidate, list[Candidat
 
 def why_none(run: Run, seen: Sequence[Candidate], args: argparse.Namespace) -> str:
     """What keeps every layout from being possible, in one line."""
-    large = [one for one in seen if one.problem == "does not fit"]
+    large = [one for one in seen if one.problem == "too big"]
     if not large:
         least = min(seen, key=lambda one: one.update_tokens)
         return (

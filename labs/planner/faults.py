@@ -72,8 +72,8 @@ def checkpoints(run: Run, step: float, cluster: Cluster) -> dict[str, Any]:
     """
     machine, trained = run.machine, run.trained
     sizes = {
-        "weights in 16 bits": 2 * run.model.parameters,
-        "weights in fp32": 4 * run.model.parameters,
+        "weights (16 bits)": 2 * run.model.parameters,
+        "weights (fp32)": 4 * run.model.parameters,
         "to resume (weights and AdamW, fp32)": 12 * trained,
     }
     if run.lora_r:
@@ -84,7 +84,7 @@ def checkpoints(run: Run, step: float, cluster: Cluster) -> dict[str, Any]:
     between = cluster.mtbf * 3600 / machine.gpus
     ways = {}
     for name, blocking, behind in (("blocking", write, 0.0), ("background", snapshot, write)):
-        interval = max(daly(blocking, between), behind)  # one write at a time
+        interval = max(daly(blocking, between), behind, step)  # one write at a time
         ways[name] = {
             "blocking_seconds": blocking,
             "interval_seconds": interval,
@@ -98,10 +98,10 @@ def checkpoints(run: Run, step: float, cluster: Cluster) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def faults(run: Run, gpus: int, cluster: Cluster) -> dict[str, float]:
+def faults(run: Run, gpus: int, step: float, cluster: Cluster) -> dict[str, float]:
     """The same run on `gpus` GPUs: slow ranks, failures, and what is left of the time."""
     there = dataclasses.replace(run, machine=run.machine.of_size(gpus))
-    saved = checkpoints(there, 1.0, cluster)
+    saved = checkpoints(there, step, cluster)
     way = saved["ways"]["background"]
     spread = run.jitter / math.sqrt(run.accum)
     return {

@@ -86,7 +86,7 @@ def flag_parser() -> argparse.ArgumentParser:
             ("--gpu-memory", number(float, 1e6), None, "instead of the GPU's own"),
             ("--peak", number(float, 1e6), None, "FLOP/s instead of the data sheet's"),
             ("--share", number(float, 1e-3, 1), None, "of it that kernels of a very wide model "
-             "reach (default: a100 0.62, h100 0.48)"),
+             "reach (default: a100 0.62, h100 0.50)"),
         ),
         "run": (
             ("--data", number(float, 1), None, "bytes of training text"),

@@ -18,6 +18,7 @@ class Gpu:
     network: str  # what usually connects nodes of it
     share: float  # of the peak that the kernels of a very wide model reach, see `kernel_share`
     flash: bool = True  # has flash attention, in 16 bits
+    half_width: int = 600  # of a model whose kernels reach half of that share
 
 
 # Shares: A100 and H100 lie between the frameworks of the published runs that wiki/Planning.md
@@ -27,17 +28,17 @@ GPUS = {
     "t4-16gb": Gpu(16e9, 65e12, 16e9, "ethernet-25g", 0.40, flash=False),
     "a100-40gb": Gpu(40e9, 312e12, 300e9, "infiniband-hdr", 0.62),
     "a100-80gb": Gpu(80e9, 312e12, 300e9, "infiniband-hdr", 0.62),
-    "h100-80gb": Gpu(80e9, 989e12, 450e9, "infiniband-ndr", 0.48),
-    "h200-141gb": Gpu(141e9, 989e12, 450e9, "infiniband-ndr", 0.48),
-    "b200-180gb": Gpu(180e9, 2250e12, 900e9, "infiniband-ndr", 0.48),
+    "h100-80gb": Gpu(80e9, 989e12, 450e9, "infiniband-ndr", 0.50),
+    "h200-141gb": Gpu(141e9, 989e12, 450e9, "infiniband-ndr", 0.50),
+    "b200-180gb": Gpu(180e9, 2250e12, 900e9, "infiniband-ndr", 0.50),
     "mi300x-192gb": Gpu(192e9, 1307e12, 448e9, "infiniband-ndr", 0.40),
     "l4-24gb": Gpu(24e9, 121e12, 32e9, "ethernet-100g", 0.60),
     "rtx-3090-24gb": Gpu(24e9, 71e12, 32e9, "ethernet-10g", 0.60),
     "rtx-4090-24gb": Gpu(24e9, 165e12, 32e9, "ethernet-10g", 0.60),
-    # Two 2.8 GHz cores and Gloo over loopback, as measured there; memory is what the host has.
-    "cpu": Gpu(math.inf, 190e9, 1e9, "ethernet-10g", 1.0, flash=False),
+    # Two 2.8 GHz cores and Gloo over loopback, as measured there (tests/benchmarks/README.md: tiny
+    # models 64 and 128 wide, LoRA 896 wide); memory is what the host has.
+    "cpu": Gpu(math.inf, 190e9, 1e9, "ethernet-10g", 1.0, False, half_width=80),
 }
-HALF_SHARE_WIDTH = 600  # of a model whose kernels reach half of a very wide one's share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Machine:
     peak: float  # FLOP/s a GPU
     share: float  # of the peak that a very wide model's kernels reach
     flash: bool  # has flash attention, in 16 bits
+    half_width: int  # of a model whose kernels reach half of that share
     nodes: int
     gpus_per_node: int
     link: float  # bytes/s that a GPU reaches inside its node
@@ -89,15 +91,13 @@ class Machine:
     def kernel_share(self, width: int) -> float:
         """Of the peak that the kernels reach while they compute, for a model of this width.
 
-        Matrix products grow with the square of the width, the rest of a layer (norms, activation,
-        residual sums: memory traffic) with the width. So the time is a · width² + b · width, and
-        the share width / (width + b/a) of what products alone would reach. b/a = 600 fits 51
-        published speeds of MPT models from 125M to 70B parameters on A100 and H100 to 9 %
-        (llm-foundry, scripts/train/benchmarking, root mean square; see wiki/Planning.md).
+        Matrix products grow with the square of the width; the rest of a layer (norms, activation,
+        sums: memory traffic) with the width. So the time is a · width² + b · width, and the share
+        width / (width + b/a) of what products alone would reach. b/a = 600 is fitted to 51
+        published speeds of MPT models from 125M to 70B parameters on 8 A100 and 8 H100
+        (llm-foundry, scripts/train/benchmarking); it leaves a deviation of 9 %.
         """
-        if self.name == "cpu":  # whose peak was measured on such products
-            return self.share
-        return self.share * width / (width + HALF_SHARE_WIDTH)
+        return self.share * width / (width + self.half_width)
 
 
 def machine_of(
@@ -117,6 +117,7 @@ def machine_of(
     card = NETWORKS[network]
     cards = gpus_per_node if card.cards_by_gpu else 1
     return Machine(
-        name, memory or gpu.memory, peak or gpu.peak, share or gpu.share, gpu.flash, nodes,
+        name, memory or gpu.memory, peak or gpu.peak, share or gpu.share, gpu.flash,
+        gpu.half_width, nodes,
         gpus_per_node, REACHED * gpu.link, network, REACHED * card.card * cards, card.latency,
     )  # fmt: skip

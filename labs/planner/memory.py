@@ -50,7 +50,7 @@ def copies_bytes(parameters: int, run: Run, layout: Layout) -> int:
 
 
 def layer_values(run: Run, layout: Layout) -> tuple[float, float]:
-    """Values a token that a layer keeps for the backward pass: (all of it, what checkpointing keeps).
+    """Values a token that a layer keeps for the backward pass: (all, what checkpointing keeps).
 
     Attention without its score matrix (Dao et al. 2022). Outside the divided products: 4 · width,
     the inputs of the two norms and what they return. Inside: 2 · width + 2 · key-value width for q,

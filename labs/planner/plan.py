@@ -56,20 +56,25 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     if machine.name != "cpu":
         plan["scaling"] = scaling(run, layout)
         sizes = sorted({machine.gpus, 1024, 4096, 16384})
-        plan["faults"] = [faults(run, gpus, cluster) for gpus in sizes]
+        plan["faults"] = [faults(run, gpus, best.step["total"], cluster) for gpus in sizes]
     return plan
 
 
 def alternative(one: Candidate, best: Candidate) -> dict[str, Any]:
     """A layout beside the chosen one, each with its own portions."""
-    parts = {k: v for k, v in one.step.items() if k not in ("compute", "total", "communication")}
-    cause = max(parts, key=parts.__getitem__)
-    # A GPU's tokens a second and computing alone: what both lose against the chosen one.
-    again = flops_per_token(one.run, one.layout.checkpointing)
-    if again > flops_per_token(best.run, best.layout.checkpointing):
-        cause = "computing twice"
+    causes = {
+        "waiting": one.step["waiting for the slowest"],
+        "sending": one.step["data-parallel communication"],
+        "tensor": one.step["tensor communication"],
+        "bubble": one.step["pipeline bubble"] + one.step["pipeline communication"],
+    }  # fmt: skip
+    cause = max(causes, key=causes.__getitem__)
+    if one.layout.checkpointing == "full" != best.layout.checkpointing:
+        cause = "twice"
     return {
-        "name": one.layout.name, "chosen": one is best, "problem": one.problem, "cause": cause,
+        "name": one.layout.name, "way": one.layout.way,
+        "checkpointing": one.layout.checkpointing, "chosen": one is best,
+        "problem": one.problem, "cause": cause,
         "sequences": one.run.batch, "accumulation": one.run.accum, "memory": one.memory,
         "tokens_per_second": one.tokens_per_second,
         "slower": 1 - one.tokens_per_second / best.tokens_per_second,

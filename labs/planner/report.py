@@ -33,11 +33,14 @@ def describe_run(plan: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     if "data" in plan:
         d = plan["data"]
+        per = d["tokens_per_parameter"]
+        verdict = "fewer than" if per < 18 else "about" if per < 25 else "more than"
         rows += [
             ("data", f"{size_of(d['bytes'])} at {d['bytes_per_token']:g} bytes a token = "
-             f"{d['tokens'] / 1e9:.4g} billion tokens, epochs: {d['epochs']:g}; "
+             f"{d['tokens'] / 1e9:,.5g} billion tokens, epochs: {d['epochs']:g}; "
              f"{size_of(d['node_bytes'])} a node, {size_of(d['rank_bytes'])} a data-parallel "
-             f"rank, which reads {size_of(d['rank_bytes_per_second'])}/s"),
+             f"rank, which reads {size_of(d['rank_bytes_per_second'])}/s; {per:.1f} tokens a "
+             f"parameter, {verdict} the 20 that suit the compute (Hoffmann et al. 2022)"),
         ]  # fmt: skip
     return [table(rows, align="<<")]
 
@@ -46,32 +49,30 @@ def describe_layouts(plan: dict[str, Any]) -> list[str]:
     """Memory and speed by layout, each with the portions that suit it."""
     has, rows = plan["machine"]["memory"], plan["layouts"]
     unit, scale = ("GB", 1e9) if plan["memory"]["total"] > 1e9 else ("MB", 1e6)
-    extra = [
-        part for part in ("reused", "heap", "saving") if any(one["memory"][part] for one in rows)
-    ]
-    parts = ["copies", "activations", "loss", *extra]
+    host = [p for p in ("reused", "heap", "saving") if any(one["memory"][p] for one in rows)]
+    parts = ["copies", "activations", "loss", *host]
     lines = []
     for one in rows:
         m = one["memory"]
-        states = m["weights"] + m["gradients"] + m["optimizer"]
-        values = [states, *(m[part] for part in parts), m["total"]]
-        remark = one["problem"] or (
-            "chosen" if one["chosen"] else
-            f"{one['slower']:.0%} slower: {one['cause']}" if one["slower"] > 0.005 else "no faster"
-        )  # fmt: skip
-        shown = [f"{value / scale:.1f}" for value in values]
-        lines.append((one["name"], one["sequences"], *shown, remark))
-    header = ("layout", "batch", "states", *parts, "total", "")
-    room = "" if math.isinf(has) else f", of {size_of(has)}"
+        values = [m["weights"] + m["gradients"] + m["optimizer"], *(m[p] for p in parts)]
+        shown = [f"{v / scale:.1f}" if v < 100 * scale else f"{v / scale:.0f}" for v in values]
+        again = {"none": "", "selective": "sel.", "full": "full"}[one["checkpointing"]]
+        remark = f"{one['slower']:.0%} {one['cause']}" if one["slower"] > 0.005 else "no faster"
+        remark = one["problem"] or ("chosen" if one["chosen"] else remark)
+        total = f"{m['total'] / scale:.1f}"
+        lines.append((one["way"], again, one["sequences"], *shown, total, remark))
+    short = ["activ." if part == "activations" else part for part in parts]
+    header = ("layout", "ckpt", "seqs", "states", *short, "total", "slower")
+    room = "" if math.isinf(has) else f" (of {size_of(has)})"
     return [
-        f"memory of the fullest rank in {unit}{room}, with the sequences a micro-batch that suit "
-        "each layout",
-        table(lines, header, "<" + ">" * (len(header) - 2) + "<"),
+        f"memory of the fullest rank in {unit}{room}; sequences a micro-batch as suit each layout",
+        table(lines, header, "<<" + ">" * (len(header) - 3) + "<"),
     ]
 
 
 def describe_time(plan: dict[str, Any]) -> list[str]:
     step, machine = plan["step"], plan["machine"]
+    rank = "rank" if machine["name"] == "cpu" else "GPU"
     again = ""
     if plan["hardware_flops"] != plan["model_flops"]:
         again = f" ({plan['hardware_flops'] / 1e12:.1f} with what is computed twice)"
@@ -79,8 +80,8 @@ def describe_time(plan: dict[str, Any]) -> list[str]:
     rate_text = f"{rate / 1e12:.1f} TFLOP/s" if rate > 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
     lines = [
         f"an update takes {span_of(step['total'])}: {plan['tokens_per_second']:,.0f} tokens/s, "
-        f"{plan['tokens_per_second'] / machine['gpus']:,.0f} a GPU",
-        f"{rate_text} a GPU{again}, {plan['share_of_peak']:.1%} of the peak; kernels while they "
+        f"{plan['tokens_per_second'] / machine['gpus']:,.0f} a {rank}",
+        f"{rate_text} a {rank}{again}, {plan['share_of_peak']:.1%} of the peak; kernels while they "
         f"compute: {machine['kernel_share']:.0%}",
     ]
     rows = [
@@ -98,7 +99,8 @@ def describe_time(plan: dict[str, Any]) -> list[str]:
         lines.append(
             f"all of it: {counted(t['updates'], 'update')}, {span_of(t['seconds'])} of training; "
             f"{span_of(t['days'] * 86400)} with failures and saving,\n"
-            f"           {t['gpu_hours']:,.0f} GPU-hours, at {t['price']:g} each {t['cost']:,.0f}"
+            f"           {t['gpu_hours']:,.0f} GPU-hours, which cost {t['cost']:,.0f} at "
+            f"{t['price']:g} each (--price)"
         )
     return lines
 
@@ -123,11 +125,18 @@ def describe_faults(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def describe_checkpoints(plan: dict[str, Any]) -> list[str]:
     c = plan["checkpoints"]
+    sizes = ", ".join(f"{size_of(size)} {name}" for name, size in c["sizes"].items())
     lines = [
-        "checkpoints: " + ", ".join(f"{name} {size_of(size)}" for name, size in c["sizes"].items()),
-        f"  {c['kept']} kept and the best: {size_of(c['stored_bytes'])}; a failure every "
-        f"{span_of(c['between_failures_seconds'])}; a write takes {span_of(c['write_seconds'])}",
+        paragraph(
+            f"checkpoints: {sizes}; {c['kept']} kept and the best {size_of(c['stored_bytes'])}"
+        )
     ]
+    if plan["machine"]["name"] == "cpu":
+        return lines
+    lines.append(
+        f"  a failure every {span_of(c['between_failures_seconds'])}; "
+        f"a write takes {span_of(c['write_seconds'])}"
+    )
     rows = [
         (f"  {name}", span_of(way["blocking_seconds"]),
          f"{span_of(way['interval_seconds'])} ({counted(way['interval_updates'], 'update')})",
@@ -147,7 +156,9 @@ def conclusion(plan: dict[str, Any]) -> str:
     if "time" in plan:
         t = plan["time"]
         took = f", and takes {span_of(t['days'] * 86400)} or {t['gpu_hours']:,.0f} GPU-hours"
-    how = plan["layout"]["name"] if machine["gpus"] > 1 else "One process"
+    how = plan["layout"]["name"] if machine["gpus"] > 1 else "one process"
+    if plan["layout"]["chunks"] > 1:
+        how += f" in {plan['layout']['chunks']} chunks of layers a rank"
     text = (
         f"Conclusion: {how} with micro-batches of {batch['sequences']} × {batch['seq_len']} tokens "
         f"needs {size_of(total)}{room} a rank{took}."
@@ -157,11 +168,10 @@ def conclusion(plan: dict[str, Any]) -> str:
             f" Plain DDP would need {size_of(16 * m['trained'])} a GPU for weights, gradients and "
             "AdamW's means alone."
         )
-    if "data" in plan and m["trained"] == m["parameters"]:
-        per = plan["data"]["tokens_per_parameter"]
-        verdict = "fewer than" if per < 18 else "about" if per < 25 else "more than"
+    if "faults" in plan:
+        way = plan["checkpoints"]["ways"]["background"]
         text += (
-            f" {per:.1f} tokens a parameter are {verdict} the 20 that balance size and data for a "
-            "given compute (Hoffmann et al. 2022)."
+            f" Save in the background every {span_of(way['interval_seconds'])} "
+            f"({counted(way['interval_updates'], 'update')})."
         )
     return text

@@ -79,9 +79,10 @@ class Layout:
 
     @property
     def way(self) -> str:
-        """Its name without checkpointing and interleaving."""
+        """Its name without checkpointing."""
         hybrid = self.kind == "fsdp" and 1 < self.shard < self.data
-        parts = [f"pipeline {self.pipeline}"] if self.pipeline > 1 else []
+        schedule = "pipeline" if self.chunks == 1 else "interleaved"
+        parts = [f"{schedule} {self.pipeline}"] if self.pipeline > 1 else []
         parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         if self.data > 1 or not parts:
             parts.append(("hsdp" if hybrid else self.kind) + f" {self.data}")
@@ -89,6 +90,4 @@ class Layout:
 
     @property
     def name(self) -> str:
-        extras = [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        extras += [self.checkpointing] if self.checkpointing != "none" else []
-        return self.way + (f" ({', '.join(extras)})" if extras else "")
+        return self.way + (f" ({self.checkpointing})" if self.checkpointing != "none" else "")

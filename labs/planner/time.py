@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from labs.planner.faults import expected_slowest
-from labs.planner.machines import HALF_SHARE_WIDTH, NODE_LATENCY, Machine
+from labs.planner.machines import NODE_LATENCY, Machine
 from labs.planner.runs import Layout, Run
 
 
@@ -40,13 +40,13 @@ def flops_per_token(run: Run, checkpointing: str = "none") -> float:
 def compute_seconds(run: Run, layout: Layout) -> float:
     """Of a micro-batch on one rank.
 
-    Selective checkpointing computes again what is not a product: of the forward pass's time,
-    600 / (width + 600), see `Machine.kernel_share`.
+    Selective checkpointing computes again what is not a product, see `Machine.kernel_share`.
     """
     m = run.model
     flops = flops_per_token(run, layout.checkpointing)
     if layout.checkpointing == "selective":
-        flops += forward_flops(run)[0] * HALF_SHARE_WIDTH / (m.width + HALF_SHARE_WIDTH)
+        half = run.machine.half_width
+        flops += forward_flops(run)[0] * half / (m.width + half)
     rate = run.machine.peak * run.machine.kernel_share(m.width)
     return flops * run.tokens / (layout.tensor * layout.pipeline) / rate
 
