@@ -22,7 +22,6 @@ time; faults; choose; plan, flags and report hold no physics.
 
 from labs.planner.flags import flag_parser, read_run
 from labs.planner.machines import GPUS
-from labs.planner.memory import memory
 from labs.planner.models import MODELS, PlanError
 from labs.planner.plan import make_plan
 from labs.planner.runs import Layout, Run
@@ -30,5 +29,5 @@ from labs.planner.time import flops_per_token
 
 __all__ = [
     "GPUS", "MODELS", "Layout", "PlanError", "Run", "flag_parser", "flops_per_token", "make_plan",
-    "memory", "read_run",
+    "read_run",
 ]  # fmt: skip
