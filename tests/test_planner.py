@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from quick import here
+from torch.utils.checkpoint import CheckpointPolicy
 
 import llm_ddp_parallel_training as reference
 from labs import planner
@@ -96,28 +98,27 @@ SMALL_QWEN = (256, 8, 2, 1536)  # width, heads, key-value heads, feed-forward wi
 
 def lora_values(layers: int, mixed: bool, how: str) -> float:
     """Values a token that so many layers keep from the forward pass, in units of the precision."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import Qwen2Config, Qwen2Model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     width, heads, kv_heads, ffn = SMALL_QWEN
     config = Qwen2Config(
         vocab_size=300, hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads,
     )  # fmt: skip
-    base = Qwen2Model(config).to(torch.bfloat16 if mixed else torch.float32)
-    lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(base, lora, autocast_adapter_dtype=True).train()
-    kept = Kept(model)
-    if how != "none":
-        model.enable_input_require_grads()
-        context = {"context_fn": kept.selectively} if how == "selective" else {}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **context})
-        for layer in base.layers:
-            layer.register_forward_pre_hook(lambda layer, inputs: kept(inputs[0]))
-    ids = torch.randint(0, 300, (2, 128))
-    hooks = torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor)
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed), hooks:
-        model(input_ids=ids)
+    flags = ["--gradient-checkpointing", how] if how != "none" else []
+    settings = reference.parse_settings(["--model=qwen", "--cpu", *flags])
+    base = Qwen2ForCausalLM(config).to(torch.bfloat16 if mixed else torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        kept = Kept(base)
+        patch.setattr(reference, "keep_products", kept.watched(reference.keep_products))
+        reference.add_lora(base, settings).train()
+        if how != "none":  # what a checkpointed layer is given, no hook sees
+            for layer in base.model.layers:
+                layer.register_forward_pre_hook(lambda layer, inputs: kept(inputs[0]))
+        ids = torch.randint(0, 300, (2, 128))
+        hooks = torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed), hooks:
+            base.model(input_ids=ids)
     return sum(kept.sizes.values()) / ids.numel() / (2 if mixed else 4)
 
 
@@ -143,38 +144,44 @@ class Kept:
     """Counts what is kept for the backward pass, each storage once, a model's weights never."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.sizes: dict[int, int] = {}
-        self.alive: list[torch.Tensor] = []
+        self.model, self.sizes, self.alive = model, {}, []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights:
+        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        if storage.data_ptr() not in weights:
             self.sizes[storage.data_ptr()] = storage.nbytes()
             self.alive.append(tensor)
         return tensor
 
-    def selectively(self) -> tuple:
-        """Selective checkpointing: products and attention keep their results."""
-        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+    def watched(self, contexts):
+        """Counts the results that selective checkpointing keeps, too."""
 
-        aten = torch.ops.aten
-        attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+        def build():
+            forward, again = contexts()
+            policy = forward.policy_fn
 
-        def policy(context, function, *inputs, **options):
-            if function not in (aten.mm.default, aten.addmm.default, attention):
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            result = context.op_output
-            self(result[0] if isinstance(result, tuple) else result)
-            return CheckpointPolicy.MUST_SAVE
+            def watch(context, *operator, **options):
+                verdict = policy(context, *operator, **options)
+                if verdict == CheckpointPolicy.MUST_SAVE:
+                    result = context.op_output
+                    self(result[0] if isinstance(result, tuple) else result)
+                return verdict
 
-        return create_selective_checkpoint_contexts(policy)
+            forward.policy_fn = watch
+            return forward, again
+
+        return build
 
 
 def test_every_flag_of_the_reference_can_be_pasted():
     ours = planner.flag_parser()._option_string_actions
     for flag, action in reference.flag_parser()._option_string_actions.items():
         assert flag in ours and ours[flag].nargs == action.nargs, flag
+
+
+def test_a_dry_run_names_the_command_that_estimates_memory():
+    assert "python -m labs.planner" in here("--model", "tiny", "--dry-run").out
 
 
 # ---------------------------------------------------------------- counted

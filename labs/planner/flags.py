@@ -16,8 +16,8 @@ from labs.planner.runs import CHECKPOINTING, Run
 # Flags of llm_ddp_parallel_training.py that change nothing here: its command lines can be pasted.
 WITHOUT_EFFECT = (
     "--device --seed --threads --output-dir --resume --generate --corpus-file --builtin "
-    "--corpus-format --val-fraction --overlong --num-workers --base-model --lora-alpha "
-    "--lora-dropout --max-steps --lr --weight-decay --schedule --warmup-steps --clip --mirror "
+    "--corpus-format --val-fraction --overlong --base-model --lora-alpha --lora-dropout "
+    "--max-steps --lr --weight-decay --schedule --warmup-steps --clip --checkpoint-dir "
     "--log-every --eval-every --sample-every"
 ).split()
 SWITCHES_WITHOUT_EFFECT = (
