@@ -24,7 +24,7 @@ def draw(findings: dict[str, dict[str, Finding]], path: Path) -> None:
         values = [findings[name][version].number for version in ("wrong", "right")]
         axes.bar(("wrong", "right"), values, color=("tab:red", "tab:green"), width=0.5)
         for x, value in enumerate(values):
-            axes.text(x, value, form.format(value), ha="center", va="bottom")
+            axes.text(x, value, form.format(value) if value else "0", ha="center", va="bottom")
         axes.set_ylim(0, 1.15 * max(values))
         axes.set_yticks([])
         axes.set(title=name, xlabel=unit)
