@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from conftest import ROOT, Finished, clean_environment, run_command
 import llm_ddp_parallel_training as ddp
 from labs import break_it
 from labs.break_it import __main__ as lab
+from labs.break_it import detectors
 from labs.break_it.gradients import ClipBeforeUnscale
 from labs.break_it.weights import SameDropout
 from labs.shared.ranks import run_ranks
@@ -70,11 +73,12 @@ WAITS = {
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory) -> tuple[dict, str, int]:
-    """`--all` run once: the findings, the report, and the lab's process group."""
+def everything(tmp_path_factory) -> tuple[dict, str, int, Path]:
+    """`--all` run once: the findings, the report, the lab's process group, the picture."""
     path = tmp_path_factory.mktemp("findings") / "findings.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "labs.break_it", "--all", "--json", path], cwd=ROOT, text=True,
+        [sys.executable, "-m", "labs.break_it", "--all", "--json", path,
+         "--picture", path.with_suffix(".png")], cwd=ROOT, text=True,
         encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=clean_environment(), start_new_session=True,
     )  # fmt: skip
@@ -83,13 +87,21 @@ def everything(tmp_path_factory) -> tuple[dict, str, int]:
     finally:
         process.kill()
     assert process.returncode == 0, out + err
-    return json.loads(path.read_text("utf-8")), out, process.pid
+    return json.loads(path.read_text("utf-8")), out, process.pid, path.with_suffix(".png")
 
 
 def test_all_bugs_are_made_and_detected(everything):
-    findings, out, _ = everything
+    findings, out, *_ = everything
     assert findings.keys() == SYMPTOMS.keys() == break_it.BUGS.keys() - ON_PAPER
     assert "\n26 of 26 bugs made and detected." in out
+
+
+def test_six_of_them_are_drawn(everything):
+    from PIL import Image
+
+    with Image.open(everything[3]) as picture:
+        picture.load()
+        assert picture.width > 1000
 
 
 def test_it_ends_with_a_table_of_all_bugs(everything):
@@ -224,6 +236,47 @@ def test_equal_seeds_are_found_though_the_ranks_drew_unequal_amounts():
     for said in run_ranks(unequal_draws, 2, (False,)):
         assert said == "the ranks draw from the seeds [0, 0]"
     assert run_ranks(unequal_draws, 2, (True,)) == [None, None]
+
+
+class Foreign(torch.nn.Module):
+    """A model of another library: other inputs, and an object that has its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> types.SimpleNamespace:
+        return types.SimpleNamespace(loss=(self.layer(x) - y).square().mean())
+
+
+def judge_foreign(rows: int) -> list[str | None]:
+    """On a rank: what both shared detectors say when rank 0 has so many rows and rank 1 has 4."""
+    dist.init_process_group("gloo")
+    said = []
+    for wrap in (True, False):
+        model = torch.nn.parallel.DistributedDataParallel(Foreign()) if wrap else Foreign()
+        torch.manual_seed(dist.get_rank())
+        count = rows if dist.get_rank() == 0 else 4
+        batch = {"x": torch.randn(count, 3), "y": torch.randn(count, 1)}
+        model(**batch).loss.backward()
+        for detect in (
+            lambda model, _: detectors.same_gradients(model), detectors.like_one_process,
+        ):  # fmt: skip
+            try:
+                said.append(detect(model, [batch]))
+            except AssertionError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_the_shared_detectors_take_any_model(rows):
+    for same, alike, same_bare, alike_bare in run_ranks(judge_foreign, 2, (rows,)):
+        assert same is None  # DDP averages
+        assert (alike is None) == (rows == 4)  # but a mean of unequal means is off
+        assert "layer.weight: norm" in same_bare
+        assert "off that of the joined batch" in alike_bare
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0, 65536.0])

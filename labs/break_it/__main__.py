@@ -167,8 +167,8 @@ def conclusion(findings: dict[str, dict[str, Finding]]) -> str:
     shared = [n for n in silent if inspect.getmodule(BUGS[n].detector) is detectors]
     return paragraph(
         f"{len(findings)} of {len(findings)} bugs made and detected. {len(silent)} of them raise "
-        f"no error, and the loss falls all the same: {len(shared)} of these are found by comparing "
-        "the ranks' weights or gradients, or one gradient with that of a single process."
+        f"no error, and the training goes on: {len(shared)} of these are found by comparing the "
+        "ranks' weights or gradients, or one gradient with that of a single process."
     )
 
 

@@ -139,8 +139,8 @@ def examine(bug: Bug, version: Callable, given: tuple, guarded: bool, finding: R
             detect = detect if guarded else functools.partial(version, *given)
         try:
             detect()
-        except (AssertionError, RuntimeError) as error:
-            finding.at, finding.detected = time.time(), str(error)
+        except Exception as error:  # a mixed file, for one, raises many kinds
+            finding.at, finding.detected = time.time(), str(error) or type(error).__name__
             short = textwrap.shorten(one_line(str(error)), 150, placeholder=" …")
             finding.stopped = None if guarded else f"raises `{short}`"
             return
