@@ -116,7 +116,8 @@ def rank_main(name: str, version: str, guarded: bool, folder: Path) -> RankFindi
     thread.join(HANG_S if stops else LIMIT_S)
     if thread.is_alive():  # its stack says where it waits
         place = f"waits in {waiting_place(sys._current_frames()[thread.ident])}"
-        finding.stopped, finding.failure = place, None if stops else place
+        # A new object: when the other process ends, this thread's wait does, too, with an error.
+        finding = RankFinding(stopped=place, failure=None if stops else place)
     if stops:  # the others look where they wait before this process ends
         (folder / f"{bug.rank}.looked").touch()
         while len(list(folder.glob("*.looked"))) < RANKS:
