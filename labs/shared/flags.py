@@ -14,60 +14,30 @@ All others are those of llm_ddp_parallel_training.py (the reference), but for th
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import datetime
 import os
-import types
-import typing
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import llm_ddp_parallel_training as reference
-from llm_ddp_parallel_training import Launch, UserError, reason_of
+from llm_ddp_parallel_training import (
+    Launch,
+    UserError,
+    flag,
+    flag_parser,
+    parse_settings,
+    reason_of,
+)
+
+__all__ = ["flag", "flag_parser"]  # of the reference
 
 say = Launch().say  # prints, also to a reader who may leave: `| head`
 
 # Flags of the reference for what it does before, between and after updates, and not in them.
 BETWEEN_UPDATES = {
-    "resume", "generate", "dry_run", "merge", "compile", "save_every", "keep", "mirror",
-    "log_every", "eval_every", "sample_every", "tensorboard", "num_workers",
+    "resume", "generate", "dry_run", "merge", "compile", "save_every", "keep", "checkpoint_dir",
+    "log_every", "eval_every", "sample_every", "tensorboard",
 }  # fmt: skip
-
-
-def flag(
-    default: Any, help: str, *, low: float | None = None, high: float = 2**31 - 1,
-    choices: Sequence[str] | None = None,
-) -> Any:  # fmt: skip
-    """A field of a lab's options. A number has bounds, `None` means that it was not given."""
-    about = {"help": help, "low": low, "high": high, "choices": choices}
-    return dataclasses.field(default=default, metadata=about)
-
-
-def own_parser(kind: type, lab: str, description: str) -> argparse.ArgumentParser:
-    """An argparse parser for the fields of a dataclass; what it refuses is one `UserError`."""
-    parser = reference.OneLineParser(
-        prog=f"python -m labs.{lab}", allow_abbrev=False, description=description,
-        epilog="All other flags are those of llm_ddp_parallel_training.py; see its --help.",
-    )  # fmt: skip
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        name, about = f"--{field.name.replace('_', '-')}", field.metadata
-        of = [t for t in typing.get_args(hints[field.name]) if t is not types.NoneType]
-        of = of[0] if of else hints[field.name]
-        if of is bool:
-            parser.add_argument(name, action="store_true", help=about["help"])
-            continue
-        shown = "" if field.default is None else f" (default: {field.default})"
-        convert = (
-            reference.number(of, about["low"] or 0, about["high"]) if of in (int, float) else of
-        )
-        parser.add_argument(
-            name, type=convert, default=field.default, choices=about["choices"],
-            help=about["help"] + shown,
-        )  # fmt: skip
-    return parser
 
 
 def read_flags(
@@ -79,12 +49,16 @@ def read_flags(
     `refused` are names of the reference's flags that mean nothing in this lab; `defaults` are flags
     for the reference that hold unless others are given. Raises `UserError`.
     """
-    own, rest = own_parser(kind, lab, description).parse_known_args(argv)
-    for name in sorted(vars(reference.flag_parser().parse_args(rest)).keys() & set(refused)):
+    parser = flag_parser(
+        kind, prog=f"python -m labs.{lab}", description=description,
+        epilog="All other flags are those of llm_ddp_parallel_training.py; see its --help.",
+    )  # fmt: skip
+    own, rest = parser.parse_known_args(argv)
+    for name in sorted(vars(flag_parser().parse_args(rest)).keys() & set(refused)):
         name = name.replace("_", "-")
         raise UserError(f"--{name} has no meaning in labs.{lab}; its --help lists what has")
     flags = [*defaults, *rest]
-    return kind(**vars(own)), reference.parse_settings(flags), flags
+    return kind(**vars(own)), parse_settings(flags), flags
 
 
 def refuse_launcher(lab: str) -> None:

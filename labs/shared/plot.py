@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
 
-from llm_ddp_parallel_training import require_matplotlib, write_file
-
-__all__ = ["new_figure", "require_matplotlib", "save_figure"]
+from llm_ddp_parallel_training import UserError, write_file
 
 DPI = 110
+
+
+def require_matplotlib() -> None:
+    """Raises `UserError` before anything is computed that could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the lab draws its result with matplotlib: pip install matplotlib")
 
 
 def new_figure(width: float, height: float) -> Any:

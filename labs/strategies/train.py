@@ -27,7 +27,6 @@ from llm_ddp_parallel_training import (
     RunError,
     UserError,
     build_tiny,
-    choose_device,
     inputs_of,
     set_up,
     valid_targets,
@@ -50,8 +49,7 @@ def run_strategy(
     is not known, rank 0 does that first.
     """
     index = read_index(options.load) if options.load else {}
-    choose_device(launch, settings)
-    set_up(launch)
+    set_up(launch, settings)
     run = build_tiny(launch, settings)
     check_run(run, options, index)
     if launch.rank == 0 and not alone:
