@@ -27,6 +27,7 @@ ENDLESS = {  # a command that would go on for minutes, and what it prints when i
 
 
 LABS = sorted(path for path in (ROOT / "labs").glob("*.py") if path.stem != "common")
+LABS += sorted(path.parent for path in (ROOT / "labs").glob("*/__main__.py"))
 
 
 @pytest.mark.parametrize("lab", LABS, ids=lambda path: path.stem)
@@ -64,7 +65,7 @@ def test_a_plan_that_does_not_fit_on_the_disk_is_one_line():
     with open("/dev/full", "wb") as full:
         finished = plan_into(full.fileno())
     assert finished.returncode == 1
-    assert finished.stderr == "error: cannot write the plan: No space left on device\n"
+    assert finished.stderr == "error: cannot write the result: No space left on device\n"
 
 
 @pytest.mark.parametrize("file", [".", "no/where.json", os.devnull])
