@@ -15,33 +15,34 @@ from labs.shared.plot import new_figure, save_figure
 from labs.shared.report import counted, paragraph, table
 from llm_ddp_parallel_training import write_file
 
-COLUMNS = {  # of the table, and of scaling.csv
-    "ranks": "ranks", "threads": "threads_per_rank", "batch": "batch_per_rank",
-    "tokens/s": "tokens_per_second", "step ms": "step_ms", "speedup": "speedup",
-    "efficiency": "efficiency", "of independent": "of_independent", "waiting": "waiting_share",
-    "all-reduce": "all_reduce_share",
+COLUMNS = {  # of the table: names in scaling.csv, and how they are written
+    "ranks": ("ranks", ""), "batch": ("batch_per_rank", ""),
+    "tokens/s": ("tokens_per_second", ",.0f"), "step ms": ("step_ms", ".1f"),
+    "speedup": ("speedup", ".2f"),
+    "of indep.": ("of_independent", ".0%"), "waiting": ("waiting_share", ".0%"),
+    "all-reduce": ("all_reduce_share", ".0%"),
 }  # fmt: skip
-TITLES = {
-    "weak": "weak scaling, DDP, the same batch per rank",
-    "independent": "independent processes, nothing shared but the machine",
-    "strong": "strong scaling, DDP, the same global batch",
-    "all cores": "one process with the threads of all ranks",
-}
+CALM = 0.6  # slowest to fastest round; below that, the machine was not ours
+NAMES = {
+    "weak": "weak scaling", "independent": "independent", "strong": "strong scaling",
+    "all cores": "one process, {} threads",
+}  # fmt: skip
+LEGEND = (
+    "weak: DDP, the batch per rank stays; strong: the global batch stays; independent: processes "
+    "that share nothing but the machine, and DDP's speed as a share of theirs; waiting for each "
+    "other and all-reduce: shares of a step"
+)
 
 
 def as_table(rows: list[dict]) -> str:
-    """The measurements; shares are of a step of weak scaling."""
-    formats = {"tokens_per_second": ",.0f", "step_ms": ".1f", "speedup": ".2f"}
+    """The measurements, with a legend, in at most 100 columns."""
     lines = []
-    for what, title in TITLES.items():
+    for what, name in NAMES.items():
         for row in (row for row in rows if row["scaling"] == what):
-            cells = []
-            for key in COLUMNS.values():
-                share = row.get(key) is not None and isinstance(row[key], float)
-                cells.append(format(row.get(key, ""), formats.get(key, ".0%" if share else "")))
-            lines.append([title, *cells])
-            title = ""
-    return table(lines, ["", *COLUMNS])
+            cells = (format(row.get(key, ""), how * (key in row)) for key, how in COLUMNS.values())
+            lines.append([name.format(row["threads_per_rank"]), *cells])
+            name = ""
+    return f"{table(lines, ['', *COLUMNS])}\n{paragraph(LEGEND)}"
 
 
 def forecast(prediction: Prediction, rows: list[dict]) -> str:
@@ -89,12 +90,16 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
     text += (
         f". All ranks share this machine's {counted(cores, 'core')}, caches and memory bus: "
         f"{ranks} processes that know nothing of each other reach {machine:.0%} of {ranks} times "
-        f"one, and of that DDP keeps {weak['of_independent']:.0%}. Of a step, "
-        f"{weak['all_reduce_share']:.0%} are the all-reduce of the gradients and "
-        f"{weak['waiting_share']:.0%} waiting for each other."
+        f"one, and of that DDP keeps {weak['of_independent']:.0%}."
     )
     if ranks * weak["threads_per_rank"] > cores:
         text += " With more ranks than cores, ranks also take turns."
+    calm = min(row["slowest_round"] / row["fastest_round"] for row in rows)
+    if calm < CALM:
+        text += (
+            f" The machine was busy with other things: rounds differ by up to {1 / calm:.1f} "
+            "times, so do not read much into these figures."
+        )
     return text
 
 
@@ -116,12 +121,12 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def draw_speed(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
     """Tokens per second of each way to use the machine, slowest and fastest round as a line."""
-    bars = [("one process", by["weak", 1], "tab:gray")]
+    bars = [("one process", by["weak", 1], "lightgray")]
     if ("all cores", 1) in by:
         row = by["all cores", 1]
-        bars.append((f"one process,\n{row['threads_per_rank']} threads", row, "tab:gray"))
+        bars.append((f"one process,\n{row['threads_per_rank']} threads", row, "lightgray"))
     for n in ranks[1:]:
-        bars.append((f"DDP, {n} ranks", by["weak", n], "tab:blue"))
+        bars.append((f"DDP, {n} ranks", by["weak", n], "cornflowerblue"))
         bars.append((f"{n} independent\nprocesses", by["independent", n], "lightsteelblue"))
     for place, (_, row, color) in enumerate(bars):
         middle = row["tokens_per_second"]
@@ -136,17 +141,19 @@ def draw_speed(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
 
 def draw_parts(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
     """Stacked milliseconds of a step under weak scaling, a bar for each number of ranks."""
-    alone, unsynchronized, full = (
-        np.array([by[what if n > 1 else "weak", n]["step_ms"] for n in ranks])
-        for what in ("independent", "no_sync", "weak")
+    rows = [by["weak", n] for n in ranks]
+    full = np.array([row["step_ms"] for row in rows])
+    # A share that noise made negative is not seen.
+    waiting, gradients = (
+        full * [max(row.get(key, 0.0), 0.0) for row in rows]
+        for key in ("waiting_share", "all_reduce_share")
     )
     bottom = np.zeros(len(ranks))
     for label, heights, color in (
-        ("own work", alone, "lightsteelblue"),
-        ("waiting, sum of losses", unsynchronized - alone, "tab:orange"),
-        ("all-reduce of gradients", full - unsynchronized, "tab:red"),
+        ("own work", full - waiting - gradients, "lightsteelblue"),
+        ("waiting, sum of losses", waiting, "tab:orange"),
+        ("all-reduce of gradients", gradients, "tab:red"),
     ):
-        heights = np.maximum(heights, 0.0)  # a difference of medians can be negative by noise
         names = [counted(n, "rank") for n in ranks]
         axes.bar(names, heights, bottom=bottom, label=label, width=0.5, color=color)
         bottom += heights
