@@ -78,15 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         measured = by_block(blocks, results)
         rows = [row_of(what, ranks, measured) for what, ranks in measured if what != "link"]
-        last = results[-1]
-        show(
-            f"{last['bytes'] / 1e6:.2f} MB of gradients, {last['device']}, backend "
-            f"{last['backend']}\n\n{as_table(rows)}\n"
-        )
+        show(f"\n{as_table(rows)}\n")
         write_csv(rows, folder / "scaling.csv")
         draw(rows, folder / "scaling.png")
         if most > 1:
-            show(forecast(Prediction(measured, most, last["bytes"]), rows) + "\n")
+            show(forecast(Prediction(measured, most, results[0]["bytes"]), rows) + "\n")
         show(f"written to {folder}: {' '.join(OUTPUTS)}")
         if most > 1:
             show("\n" + paragraph(conclusion(rows, most, cores)))

@@ -69,6 +69,8 @@ def take_turns(port: int, flags: Sequence[str], blocks: Sequence[Block], rounds:
     found: dict[Block, list] = {block: [] for block in blocks if block.ranks == rank.ranks}
     leads = rank.launch.rank == 0
     rank.meet()
+    if rank.ranks == blocks[-1].ranks:
+        rank.introduce()
     if leads and store.add("ready", 1) == teams:
         store.set("turn 0", "")
     for number in range(rounds + 1):
@@ -83,7 +85,7 @@ def take_turns(port: int, flags: Sequence[str], blocks: Sequence[Block], rounds:
                 rank.meet()
                 if leads:
                     store.set(f"turn {now + 1}", "")
-    return {"found": found, **rank.facts()}
+    return {"found": found, "bytes": rank.bytes}
 
 
 class Rank:
@@ -104,18 +106,20 @@ class Rank:
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.settings.precision == "fp16")
         self.updates: dict[int, Iterator[list[dict]]] = {}  # by batch size
         self.counts: dict[Block, int] = {}  # steps in a block
+        self.bytes = 4 * sum(p.numel() for _, p in trained_parameters(self.bare))
 
-    def facts(self) -> dict[str, Any]:
-        """What the report needs to know: bytes of the gradients, device, backend."""
+    def introduce(self) -> None:
+        """Says what is measured, once for the team."""
         chosen = {what: choice for what, choice, _ in self.launch.choices}
-        size = 4 * sum(p.numel() for _, p in trained_parameters(self.bare))
-        return {"bytes": size, "device": chosen["device"], "backend": chosen["backend"]}
+        self.launch.say(
+            f"{self.bytes / 1e6:.2f} MB of gradients, {chosen['device']}, backend "
+            f"{chosen['backend']}"
+        )
 
     def measure(self, block: Block, before: list) -> dict[str, Any]:
         """One block: {"seconds": of each step, "tokens": this rank's share}, or {size: seconds}."""
         if block.what == "link":
-            sizes = message_sizes(self.facts()["bytes"])
-            return {size: self.all_reduce(size, 6)[1:] for size in sizes}
+            return {size: self.all_reduce(size, 6)[1:] for size in message_sizes(self.bytes)}
         if block not in self.counts:
             step = min(self.steps(block, 4)["seconds"][1:])
             own = min(max(round(BLOCK_S / step), 2), 500)
