@@ -17,12 +17,12 @@ import pytest
 from conftest import ROOT, SCRIPT, clean_environment
 from quick import here
 
-from labs import strategies
 from labs.break_it import __main__ as break_it
+from labs.strategies import __main__ as strategies
 
 ENDLESS = {  # a command that would go on for minutes, and what it prints when its ranks are busy
     "strategies": ("--strategy ddp --ranks 2 --cpu --max-steps 100000", "backend "),
-    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "1,000 rounds"),
+    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "of gradients"),
     "break_it": ("--all", "detector"),
 }
 
@@ -65,7 +65,7 @@ def test_a_plan_that_does_not_fit_on_the_disk_is_one_line():
     with open("/dev/full", "wb") as full:
         finished = plan_into(full.fileno())
     assert finished.returncode == 1
-    assert finished.stderr == "error: cannot write the plan: No space left on device\n"
+    assert finished.stderr == "error: cannot write the result: No space left on device\n"
 
 
 @pytest.mark.parametrize("file", [".", "no/where.json", os.devnull])

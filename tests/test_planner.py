@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import llm_ddp_parallel_training as reference
 from labs import planner
-from labs.planner import faults, memory, time
+from labs.planner import faults, memory, scaling
 from labs.planner.__main__ import main
 from labs.planner.choose import layouts
 from labs.planner.models import model_of_size, tiny_model
@@ -328,12 +328,12 @@ def test_weak_scaling_of_fsdp_is_that_of_torchtitan(jitter):
     run = planner.read_run(planner.flag_parser().parse_args(flags.split()))
     run = dataclasses.replace(run, batch=2, jitter=jitter)
     layout = planner.Layout("fsdp", 128, shard=128)
-    ratio = time.efficiency(run, layout, 128) / time.efficiency(run, layout, 8)
+    ratio = scaling.efficiency(run, layout, 128) / scaling.efficiency(run, layout, 8)
     assert ratio == pytest.approx(5605 / 5762, abs=0.03)
     assert ratio == pytest.approx(6514 / 6667, abs=0.03)
 
     # And what dividing over 128 instead of 8 saves: 82.4 - 67.0 GiB in the same tables.
-    few, many = (memory.memory(run, time.resized(layout, n))["total"] for n in (8, 128))
+    few, many = (memory.memory(run, scaling.resized(layout, n))["total"] for n in (8, 128))
     assert (few - many) / 2**30 == pytest.approx(82.4 - 67.0, rel=0.15)
 
 

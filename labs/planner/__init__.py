@@ -16,14 +16,15 @@ Other models by name, with LoRA or in full; for programs, and as a picture:
     python -m labs.planner --params 13e9 --gpu a100-80gb --nodes 4 --picture memory.png
 
 It needs Python alone: no torch, no GPU (matplotlib for the picture). Every figure that is an
-assumption and not arithmetic has a flag. Read it in this order: machines, models, runs; memory;
-time; faults; choose; plan, flags and report hold no physics.
+assumption and not arithmetic has a flag. Read it in this order: models, machines, runs; memory;
+time, scaling; faults; choose. The other files hold no physics.
 """
 
-from labs.planner.flags import flag_parser, read_run
+from labs.planner.flags import flag_parser
 from labs.planner.machines import GPUS
 from labs.planner.models import MODELS, PlanError
 from labs.planner.plan import make_plan
+from labs.planner.read import read_run
 from labs.planner.runs import Layout, Run
 from labs.planner.time import flops_per_token
 

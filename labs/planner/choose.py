@@ -157,23 +157,3 @@ def why_none(run: Run, seen: Sequence[Candidate], args: argparse.Namespace) -> s
         f"and {run.machine.name} has {size_of(run.machine.memory)}; add --nodes, take a larger "
         "--gpu, or lower --seq-len or --batch-size"
     )
-
-
-def best_of_each_way(best: Candidate, seen: Sequence[Candidate]) -> list[Candidate]:
-    """One for each kind of data parallelism with and without tensor and pipeline ranks.
-
-    The fastest that is possible, else the leanest; of the chosen one's way, the chosen one.
-    """
-    ways: dict[tuple, list[Candidate]] = {}
-    for one in seen:
-        layout = one.layout
-        hybrid = 1 < layout.shard < layout.data
-        key = (layout.pipeline > 1, layout.tensor > 1, layout.kind, hybrid, layout.data > 1)
-        ways.setdefault(key, []).append(one)
-    found = []
-    for same in ways.values():
-        possible = [one for one in same if not one.problem]
-        fastest = max(possible, key=lambda one: one.tokens_per_second, default=None)
-        leanest = min(same, key=lambda one: one.memory["total"])
-        found.append(best if best in same else fastest or leanest)
-    return found

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from labs.planner.choose import Candidate, best_of_each_way, choose
+from labs.planner.choose import Candidate, choose
 from labs.planner.faults import Cluster, checkpoints, faults
-from labs.planner.flags import read_run
 from labs.planner.memory import largest_batch
-from labs.planner.runs import Layout, Run
-from labs.planner.time import efficiency, flops_per_token
+from labs.planner.read import read_run
+from labs.planner.scaling import scaling
+from labs.planner.time import flops_per_token
 
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,6 +59,26 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         sizes = sorted({machine.gpus, 1024, 4096, 16384})
         plan["faults"] = [faults(run, gpus, best.step["total"], cluster) for gpus in sizes]
     return plan
+
+
+def best_of_each_way(best: Candidate, seen: Sequence[Candidate]) -> list[Candidate]:
+    """One for each kind of data parallelism with and without tensor and pipeline ranks.
+
+    The fastest that is possible, else the leanest; of the chosen one's way, the chosen one.
+    """
+    ways: dict[tuple, list[Candidate]] = {}
+    for one in seen:
+        layout = one.layout
+        hybrid = 1 < layout.shard < layout.data
+        key = (layout.pipeline > 1, layout.tensor > 1, layout.kind, hybrid, layout.data > 1)
+        ways.setdefault(key, []).append(one)
+    found = []
+    for same in ways.values():
+        possible = [one for one in same if not one.problem]
+        fastest = max(possible, key=lambda one: one.tokens_per_second, default=None)
+        leanest = min(same, key=lambda one: one.memory["total"])
+        found.append(best if best in same else fastest or leanest)
+    return found
 
 
 def alternative(one: Candidate, best: Candidate) -> dict[str, Any]:
@@ -111,13 +132,3 @@ def data_and_time(
             "cost": hours * args.price,
         },
     }  # fmt: skip
-
-
-def scaling(run: Run, layout: Layout) -> list[dict[str, float]]:
-    """Efficiency by number of GPUs."""
-    sizes = sorted({1, 8, 16, 32, 128, 1024, 4096, layout.gpus})
-    return [
-        {"gpus": n, "weak": efficiency(run, layout, n),
-         "strong": efficiency(run, layout, n, strong=True)}
-        for n in sizes if n >= layout.tensor * layout.pipeline
-    ]  # fmt: skip

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing
 
-from llm_ddp_parallel_training import RunError, reason_of
+from llm_ddp_parallel_training import RunError, UserError, reason_of
 
 GRACE_S = 10  # how long the others may go on after a rank failed: they have something to say, too
 
@@ -41,6 +41,7 @@ class Ending:
 
     value: Any = None  # what the function returned
     failure: str | None = None  # why it returned nothing, in one line
+    mistake: str | None = None  # the user's, if that was the reason
     at: float = math.inf  # when, in time.time()
     status: int = 0  # its exit status; minus the signal for a rank that was killed
 
@@ -62,6 +63,8 @@ def run_ranks(
     failed = [(not e.killed, e.at, rank) for rank, e in enumerate(endings) if e.failure]
     if failed:
         rank = min(failed)[2]
+        if endings[rank].mistake:
+            raise UserError(endings[rank].mistake)
         raise RunError(f"rank {rank} of {len(endings)} {endings[rank].failure}")
     return [ending.value for ending in endings]
 
@@ -142,6 +145,8 @@ def a_rank(
         ending.failure = f"ended with status {ending.status}" if ending.status else None
     except Exception as error:  # whatever it is, the lab reports it
         ending.status, ending.failure = 1, f"failed: {reason_of(error)}"
+        if isinstance(error, UserError):
+            ending.mistake = str(error)
         if not isinstance(error, RunError):
             sys.excepthook(type(error), error, error.__traceback__)
     ending.at = time.time()

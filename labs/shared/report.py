@@ -59,11 +59,11 @@ def size_of(count: float) -> str:
 
 
 def span_of(seconds: float) -> str:
-    """Seconds in the largest unit that leaves a figure above 1: '1.3 min', '12.5 ms'."""
-    for unit, scale in (("days", 86400), ("hours", 3600), ("min", 60), ("s", 1)):
-        if seconds >= scale:
-            return f"{seconds / scale:,.1f} {unit}"
-    return f"{seconds * 1e3:.3g} ms"
+    """Seconds in the largest unit that leaves a figure above 1: '1.33 min', '12.5 ms'."""
+    units = (("days", 86400), ("hours", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
+    unit, scale = next((one for one in units if seconds >= one[1]), units[-1])
+    figure = seconds / scale
+    return f"{figure:,.0f} {unit}" if figure >= 100 else f"{figure:.3g} {unit}"
 
 
 def show(text: str) -> None:

@@ -27,7 +27,6 @@ compares. The run fails if a strategy gives other numbers than one process.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,10 +45,8 @@ from labs.strategies.options import LAB, check, parse
 from labs.strategies.report import as_text, combined, require_equal
 from labs.strategies.train import run_strategy
 from llm_ddp_parallel_training import (
-    Where,
     gather,
     one_clear_ending,
-    print_on_any_terminal,
     read_launcher,
     write_json,
 )
@@ -58,10 +55,8 @@ from llm_ddp_parallel_training import (
 @record
 def main(argv: Sequence[str] | None = None) -> None:
     """All strategies, or one: on ranks that are started here, or on these of the launcher."""
-    where = Where()
-    print_on_any_terminal()
-    with one_clear_ending(where):
-        launch = read_launcher(where)
+    with one_clear_ending() as watch:
+        launch = read_launcher(watch)
         argv = list(sys.argv[1:] if argv is None else argv)
         options, settings, flags = parse(argv)
         if options.compare or options.ranks:
@@ -80,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def start(options: Any, argv: list[str]) -> list[dict | None]:
     """What each rank reports, of as many ranks as --ranks says; `None` for one that was killed."""
-    how = {"seconds": float(os.environ.get("DDP_TIMEOUT_S", 12 * PATIENCE_S)), "modules": ENGINES}
+    how = {"seconds": 12 * PATIENCE_S, "modules": ENGINES}
     if not options.kill_worker_after:
         return run_ranks(a_rank, options.ranks, (argv,), **how)
     endings = watch_ranks(a_rank, options.ranks, (argv,), go_on=True, **how)

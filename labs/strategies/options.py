@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from labs.shared.flags import flag, read_flags, require_writable
 from labs.strategies.train import STRATEGIES, WATCHED_STEP
-from llm_ddp_parallel_training import DEFAULTS, UserError
+from llm_ddp_parallel_training import Settings, UserError
 
 LAB = "strategies"
 STEPS = 8  # enough to show whether two ways train alike
@@ -62,7 +62,7 @@ class Options:
 def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:
     """The options, the reference's settings, and the flags that the latter came from."""
     about = "The same model and data under several ways to divide the work."
-    refused = DEFAULTS.keys() - SAME_HERE
+    refused = {field.name for field in fields(Settings)} - SAME_HERE
     options, settings, flags = read_flags(Options, argv, LAB, about, refused, SIZE)
     if bool(options.strategy) == options.compare:
         raise UserError("give either --strategy NAME or --compare")

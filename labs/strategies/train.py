@@ -27,7 +27,6 @@ from llm_ddp_parallel_training import (
     RunError,
     UserError,
     build_tiny,
-    choose_device,
     inputs_of,
     set_up,
     valid_targets,
@@ -50,21 +49,19 @@ def run_strategy(
     is not known, rank 0 does that first.
     """
     index = read_index(options.load) if options.load else {}
-    choose_device(launch, settings)
-    set_up(launch)
+    set_up(launch, settings)
     run = build_tiny(launch, settings)
     check_run(run, options, index)
-    if launch.rank == 0 and not alone:
-        model, losses = copy.deepcopy(run.model), []
-        one = Strategy(model, Launch(device=launch.device), settings, options)
-        alone = train(one, run, lambda _, loss: losses.append(loss))
-        alone["losses"] = losses
-        del one, model
-    strategy = STRATEGIES[options.strategy](run.model, launch, settings, options)
     if options.shown:
         launch.say(f"{counted(settings.max_steps, 'step')}, about 10 s")
         for what, chosen, why in launch.choices:
             launch.say(f"{what:10} {chosen} ({why})")
+    if launch.rank == 0 and not alone:
+        model, losses = copy.deepcopy(run.model), []
+        one = Strategy(model, Launch(device=launch.device), settings, options)
+        alone = train(one, run, lambda _, loss: losses.append(loss)) | {"losses": losses}
+        del one, model
+    strategy = STRATEGIES[options.strategy](run.model, launch, settings, options)
 
     shown: list[float] = []
     comparable = options.strategy != "parameter-server" or options.mode == "sync"

@@ -125,7 +125,9 @@ def main() -> None:
         environment = dict(os.environ)
         if args.without_heap:
             environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=3600, env=environment
+        )
         if done.returncode:
             sys.exit(f"{name}: {done.stderr}")
         rows.append(

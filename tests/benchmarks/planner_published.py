@@ -24,13 +24,13 @@ from labs.planner import flag_parser, make_plan
 from labs.planner.report import report
 
 FIGURES = {  # what is compared: (unit, where the report has it)
-    "hardware": ("TFLOP/s a GPU", r"\(([\d.]+) with what is computed twice\)"),
-    "model": ("TFLOP/s a GPU", r"^([\d.]+) TFLOP/s a GPU"),
-    "speed": ("tokens/s a GPU", r"tokens/s, ([\d,]+) a GPU"),
-    "update": ("s an update", r"^an update takes ([\d.]+) (?:s|min)"),
+    "hardware": ("TFLOP/s", r"\(([\d.]+) with what is computed twice\)"),
+    "model": ("TFLOP/s", r"^([\d.]+) TFLOP/s a GPU"),
+    "speed": ("tokens/s", r"tokens/s, ([\d,]+) a GPU"),
+    "update": ("s", r"^an update takes ([\d.]+) (?:s|min)"),
     "days": ("days", r"of training; ([\d.]+) days with failures"),
     "hours": ("GPU-hours", r"([\d,]+) GPU-hours, which"),
-    "memory": ("GB a GPU", r"needs ([\d.]+) GB"),
+    "memory": ("GB", r"needs ([\d.]+) GB"),
     "failures": ("failures", r"^16384 +[\d.]+% +([\d.]+) "),
 }
 
@@ -99,7 +99,7 @@ RUNS = [
     ),
     *(
         Published(
-            f"GPT {name}, {gpus} A100, sequence parallel, {how}",
+            f"GPT {name}, {gpus} A100, {how}, an update",
             f"--model gpt-{model} --nodes {gpus // 8} --pipeline {gpus // 8} --chunks {chunks} "
             f"--global-batch {2048 * gpus} --batch-size 1 {TENSOR_8} "
             f"--gradient-checkpointing {how}",
@@ -145,7 +145,7 @@ RUNS = [
         for nodes, how, figure, value in (
             (1, "selective", "speed", 5762), (1, "torch.compile", "speed", 6667),
             (1, "selective", "memory", 82.4 * GIB), (16, "selective", "speed", 5605),
-            (16, "torch.compile", "speed", 6514), (16, "selective", "memory", 67.0 * GIB),
+            (16, "selective", "memory", 67.0 * GIB),
         )
     ),
     Published(
@@ -158,14 +158,14 @@ RUNS = [
 
 def table() -> list[str]:
     """The rows of the wiki's table, in Markdown."""
-    lines = []
+    lines, sources = [], list(dict.fromkeys(one.source for one in RUNS))
     for one in RUNS:
         predicted, unit = one.predicted(), FIGURES[one.figure][0]
         figures = f"{predicted:,.4g} | {one.value:,.4g}"
         if max(predicted, one.value) > 9999:
             figures = f"{predicted:,.0f} | {one.value:,.0f}"
-        ratio = predicted / one.value
-        lines.append(f"| {one.run} | {unit} | {figures} | {ratio:.2f} | {one.source} |")
+        number = sources.index(one.source) + 1
+        lines.append(f"| {one.run}: {unit} [{number}] | {figures} | {predicted / one.value:.2f} |")
     return lines
 
 
@@ -235,11 +235,13 @@ def main() -> None:
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in by_width(gpu).items())
             print(f"{gpu}: predicted to published {shown}")
         return
-    print("| run | | predicted | published | ratio | source |\n|---|---|---|---|---|---|")
+    print("| run | predicted | published | ratio |\n|---|---|---|---|")
     for one, line in zip(RUNS, table()):
         print(line)
         if args.flags:
             print(f"    python -m labs.planner {one.flags}")
+    for number, source in enumerate(dict.fromkeys(one.source for one in RUNS), 1):
+        print(f"[{number}] {source}")
 
 
 if __name__ == "__main__":
