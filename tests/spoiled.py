@@ -12,6 +12,7 @@ The faults come as JSON, a list of objects, in the environment variable FAULTS:
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,8 @@ import torch
 import llm_ddp_parallel_training as reference
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL", "SIGSTOP")
-AT_START = ("full disk", "clock", "mean of means", "late", "slow save", "blocked teardown")
+AT_START = ("full disk", "clock", "mean of means", "late", "small buckets", "slow save",
+            "blocked teardown")  # fmt: skip
 
 
 def strike(kind: str, value: object, arguments: tuple) -> None:
@@ -104,6 +106,8 @@ def spoil_the_start(kind: str, value: object) -> None:
         reference.training_step = mean_of_means(reference.training_step)
     elif kind == "late":  # this rank comes later than the others to the first line of `main`
         time.sleep(value)
+    elif kind == "small buckets":  # of so many MB
+        reference.wrap_in_ddp = functools.partial(reference.wrap_in_ddp, bucket_cap_mb=value)
     elif kind == "slow save":
         torch.save = slowly(torch.save, value)
     elif kind == "blocked teardown":  # as NCCL's is, when a peer will never come
