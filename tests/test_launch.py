@@ -21,7 +21,6 @@ from conftest import (
     main_here,
     metrics,
     run_command,
-    settings_of,
     train_here,
     weights,
 )
@@ -131,7 +130,7 @@ def test_threads_are_the_users_choice_where_there_is_one(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     for value, reason in (("1", "on this machine"), ("2", "OMP_NUM_THREADS")):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        ddp.choose_threads(launch, settings_of(*dry))
+        ddp.use_cores(launch, None)
         what, chosen, why = launch.choices[-2]
         assert what == "threads" and why.endswith(reason)
     assert chosen == "2 per rank"

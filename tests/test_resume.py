@@ -352,7 +352,7 @@ def test_checkpoints_of_the_earlier_format_are_one_clear_line(tmp_path, monkeypa
     Path("run/run.json").write_text('{"settings": {"model": "tiny"}}', encoding="utf-8")
     before = hashes(tmp_path)
     line = one_error(here("--resume", named))
-    assert "earlier version; begin a new run" in line
+    assert "checkpoints in folders" in line and "of an earlier version" in line
     assert hashes(tmp_path) == before
 
 
@@ -368,7 +368,7 @@ def test_a_named_checkpoint_begins_a_new_run_and_touches_nothing_of_the_old_one(
     flags = ("--output-dir", "branch") if where == "--output-dir" else ()
     finished = here("--resume", named, *flags, "--max-steps", 11)
     assert finished.status == 0, finished.err
-    assert f"begins at {named}" in finished.out
+    assert f"going on from {named}" in finished.out
     (branch,) = [Path("branch")] if flags else Path("runs").iterdir()
     assert steps(branch) == list(range(1, 12))
     assert losses(branch)[:10] == losses(copy)

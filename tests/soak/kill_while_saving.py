@@ -31,12 +31,12 @@ LONGEST_WAIT_S = 0.6  # from the first update of a life to its end
 
 
 def newest(folder: Path) -> int:
-    """The update of the newest checkpoint, 0 without any. Raises `ValueError` for one of them that
+    """The update of the newest checkpoint, 0 without any. Raises `UserError` for one of them that
     is not complete."""
-    fs, root = reference.open_place(str(folder / "checkpoints"))
-    names = reference.checkpoints_at(fs, root)
+    checkpoints = reference.Checkpoints(folder / "checkpoints")
+    names = checkpoints.names()
     for name in names:
-        reference.read_state(fs, f"{root}/{name}")
+        checkpoints.newest(name)
     return int(names[0][5:-3]) if names else 0
 
 
