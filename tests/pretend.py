@@ -47,9 +47,12 @@ def like_nccl() -> None:
 
     def meeting_destroy(*_: object) -> None:
         store, ranks = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-        store.add("destroyed", 1)
-        while store.add("destroyed", 0) < ranks:
-            time.sleep(0.05)
+        for what in ("destroyed", "left") if dist.get_rank() == 0 else ("destroyed",):
+            store.add(what, 1)
+            while store.add(what, 0) < ranks:  # rank 0 holds the store, so it leaves last
+                time.sleep(0.05)
+        if dist.get_rank():
+            store.add("left", 1)
         print("destroyed together", flush=True)
         destroy()
 
