@@ -14,29 +14,30 @@ Qwen2.5-0.5B-Instruct with LoRA, one process per GPU:
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         llm_ddp_parallel_training.py --model qwen --batch-size 1 --seq-len 64 --max-steps 2
 
-New to DDP? `labs/ddp_in_100_lines.py` is the same training loop in a hundred lines. This file adds
-to it, in the order in which a run meets them:
+New to DDP? `labs/ddp_in_100_lines.py` is the same training loop in a hundred lines. This file adds:
 
-    Part 1, DDP: reads straight through                      adds to the hundred lines
-        main                the story                        one readable cause for every ending
-        launch and group    who am I, on which device        one backend and precision for all ranks
-        dataset, sampler    who trains on which sample       going on inside an epoch
-        tiny model          bytes in, next byte out          a causal Transformer
-        training step       where gradients meet             fp16, non-finite numbers, stop wishes
-        validation          shared work, but not by DDP      nothing: it is as short there
-        trainer             the loop                         checkpoints, log, exact resume
-    Part 2, what serves a run: settings, endings, corpora, chats, Qwen with LoRA, checkpoints, log
+    Part 1: DDP, reads straight through          beyond the hundred lines
+        main               the story             one readable cause for every ending
+        launch and group   who am I, where       one backend and precision for all ranks
+        dataset, sampler   whose sample is it    going on inside an epoch
+        tiny model         bytes in, bytes out   a causal Transformer
+        training step      where gradients meet  fp16, non-finite numbers, wishes to stop
+        validation         shared without DDP    nothing: it is as short there
+        trainer            the loop              when to validate, to save and to stop
+    Part 2: what serves a run: settings, endings, corpora, chats, Qwen with LoRA, checkpoints, log
 
-Of Part 2, Part 1 knows the `Settings`, the errors (`UserError`, `Diverged`, `Stopped`), and two
-objects it reports to: the log and the checkpoints. "Ranks meet" marks every place where processes
-wait for each other.
+"Ranks meet" marks every place where processes wait for each other. Of Part 2, Part 1 knows the
+`Settings`, the errors, `state_of` a checkpoint, and the two objects that the trainer reports to.
 """
 
 from __future__ import annotations
 
 import argparse
 import array
+import bisect
+import collections
 import contextlib
+import csv
 import ctypes
 import dataclasses
 import datetime
@@ -62,12 +63,14 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.parse
+import urllib.request
 import warnings
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -102,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         folder = open_run_folder(run)  # ranks meet: rank 0 names it
         log = RunLog(run, folder, state)
-        trainer = Trainer(run, log, Checkpoints(settings, folder) if launch.rank == 0 else None)
+        place = settings.checkpoint_dir or folder / "checkpoints"
+        checkpoints = Checkpoints(place, settings.keep) if launch.rank == 0 else None
+        trainer = Trainer(run, log, checkpoints)
         if state:
             restore(trainer, state)
         with stop_wishes(watch):  # from here on SIGTERM, SIGUSR1 and Ctrl-C save before they end
@@ -111,29 +116,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return None
 
 
-# ==========================================================================================
-# Part 1: DDP
-# ==========================================================================================
+# ==== Part 1: DDP =================================================================================
 
-# ------------------------------------------------------------------------------------------
-# Launch and process group
-# ------------------------------------------------------------------------------------------
+# ---- Launch and process group -------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Watch:
-    """What this rank is doing; a thread looks at it, see `keep_watch`.
-
-    `meets`: this phase waits for other ranks. `patient`: it may last, as saving does. `signal` is
-    the number of a signal that asked for the end of the run, 0 without.
-    """
+    """What this rank is doing; a thread looks at it, see `keep_watch`."""
 
     step: int = 0
     phase: str = "set-up"
-    meets: bool = False
-    patient: bool = True
+    meets: bool = False  # this phase waits for other ranks
+    patient: bool = True  # it may last, as saving does
     since: float = dataclasses.field(default_factory=time.monotonic)
-    signal: int = 0
+    signal: int = 0  # the number of one that asked for the end of the run
     timeout: float = math.inf  # seconds after which a phase that is not patient counts as hung
     wakeup: socket.socket | None = None  # where the system writes the numbers of signals
 
@@ -144,18 +141,14 @@ class Watch:
 
 @dataclasses.dataclass
 class Launch:
-    """Who this process is, and what it runs on.
+    """Who this process is, and what it runs on."""
 
-    `rank` counts all processes, `local_rank` those of one machine. `choices` collects every
-    automatic decision as (what, chosen, reason) for the header and `run.json`.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
+    rank: int = 0  # of all processes
+    local_rank: int = 0  # of those on this machine
     world_size: int = 1
     local_world_size: int = 1
     device: torch.device = torch.device("cpu")
-    choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    choices: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)  # what, and why
     watch: Watch = dataclasses.field(default_factory=Watch)
 
     def choose(self, what: str, chosen: Any, reason: str) -> None:
@@ -169,35 +162,31 @@ class Launch:
 
 
 def read_launcher(watch: Watch | None = None) -> Launch:
-    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them.
+    """Reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun sets them; none of them
+    set: one process on its own. Raises `UserError` for values that make no sense."""
 
-    None of them set: one process on its own. Raises `UserError` for values that make no sense.
-    """
-
-    def variable(name: str, default: int, low: int, below: float = math.inf) -> int:
-        """A whole number from the environment, `low` or more and under `below`."""
-        text = os.environ.get(name, str(default))
-        if not text.strip().isdecimal() or len(text) > 9 or not low <= int(text) < below:
-            limit = "" if below == math.inf else f" and below {below}"
+    def variable(name: str, default: int, low: int, below: int = 10**9) -> int:
+        text = os.environ.get(name, str(default)).strip()
+        if not text.isdecimal() or len(text) > 9 or not low <= int(text) < below:
             raise UserError(
-                f"environment variable {name}={text!r} should be a whole number of at least "
-                f"{low}{limit}; launch with python -m torch.distributed.run, or unset it"
+                f"environment variable {name}={text!r} should be a whole number of at least {low} "
+                f"and below {below}; launch with python -m torch.distributed.run, or unset it"
             )
         return int(text)
 
-    world_size = variable("WORLD_SIZE", 1, 1)
-    rank = variable("RANK", 0, 0, world_size)
-    local_world_size = variable("LOCAL_WORLD_SIZE", world_size, 1, world_size + 1)
-    local_rank = variable("LOCAL_RANK", rank % local_world_size, 0, local_world_size)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ():
+    ranks = variable("WORLD_SIZE", 1, 1)
+    rank = variable("RANK", 0, 0, ranks)
+    local_ranks = variable("LOCAL_WORLD_SIZE", ranks, 1, ranks + 1)
+    local_rank = variable("LOCAL_RANK", rank % local_ranks, 0, local_ranks)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if ranks > 1 else ():
         if not os.environ.get(name):
             raise UserError(
-                f"WORLD_SIZE={world_size} but {name} is not set; "
-                "launch with python -m torch.distributed.run"
+                f"WORLD_SIZE={ranks} but {name} is not set; launch with python -m "
+                "torch.distributed.run"
             )
-    launch = Launch(rank, local_rank, world_size, local_world_size, watch=watch or Watch())
+    launch = Launch(rank, local_rank, ranks, local_ranks, watch=watch or Watch())
     timeout = variable("DDP_TIMEOUT_S", 600, 1)
-    launch.watch.timeout = timeout if world_size > 1 else math.inf  # alone, nobody waits for it
+    launch.watch.timeout = timeout if ranks > 1 else math.inf  # alone, nobody waits for it
     return launch
 
 
@@ -221,12 +210,12 @@ def set_up(launch: Launch, settings: Settings) -> None:
     elif settings.precision == "fp16" and launch.device.type != "cuda":
         raise UserError("--precision fp16 needs CUDA; a new run can use bf16 or fp32")
     launch.choose("precision", settings.precision, why)
-    choose_threads(launch, settings)
+    use_cores(launch, settings.threads)
 
 
 def choose_device(launch: Launch, asked: str) -> None:
     """Sets `launch.device`: the one asked for, or the best that is here."""
-    several, why, trouble = launch.world_size > 1, f"--device {asked}", "PyTorch sees none here"
+    several, trouble = launch.world_size > 1, "PyTorch sees none here"
     if asked == "mps" and several:
         raise UserError("--device mps trains in one process only; use --device cpu for several")
     if asked == "cpu" and not torch.cuda.is_initialized():
@@ -236,15 +225,15 @@ def choose_device(launch: Launch, asked: str) -> None:
         try:
             torch.cuda.set_device(device)
             launch.device = device
-        except RuntimeError as error:  # an old driver: it counts devices, but opens none
+        except Exception as error:  # an old driver, MIG: devices are counted, but none opens
             trouble = reason_of(error)
     elif asked in ("auto", "mps") and not several and torch.backends.mps.is_available():
         launch.device = torch.device("mps")
     if asked not in ("auto", launch.device.type):
         raise UserError(f"--device {asked}: no usable GPU ({trouble}); use --device cpu")
-    if asked == "auto":
-        why = f"the first of {'cuda, cpu' if several else 'cuda, mps, cpu'} that is here"
-        why += "" if trouble.startswith("PyTorch") else f"; no CUDA: {trouble}"
+    order = "cuda, cpu" if several else "cuda, mps, cpu"
+    why = f"--device {asked}" if asked != "auto" else f"the first of {order} that is here"
+    why += "" if trouble.startswith("PyTorch") else f"; no CUDA: {trouble}"
     launch.choose("device", launch.device, why)
 
 
@@ -262,10 +251,10 @@ def join_group(launch: Launch) -> list[dict]:
     abouts = [json.loads(store.get(f"about/{r}")) for r in range(ranks)]
     backend, why = choose_backend(abouts)
     launch.choose("backend", backend, why)
+    options = {"device_id": launch.device} if backend == "nccl" else {}
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timeout,
-        device_id=launch.device if backend == "nccl" else None,
-    )  # fmt: skip
+        backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **options
+    )
     return abouts
 
 
@@ -303,10 +292,8 @@ def gather(value: Any, launch: Launch) -> list:
 
 
 def tear_down() -> None:
-    """Leaves the process group, at an ending that all ranks share. Ranks meet.
-
-    Nowhere else: under NCCL this waits for all ranks, also for one that will never come.
-    """
+    """Leaves the process group. Ranks meet: this is for an ending that all of them share, since
+    under NCCL it waits for all, also for one that will never come."""
     if dist.is_initialized():
         dist.barrier()
         # Gloo's threads drop the last tensors a moment after a collective has returned, and need
@@ -315,17 +302,12 @@ def tear_down() -> None:
         dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------
-# Dataset and collator of the tiny model
-# ------------------------------------------------------------------------------------------
+# ---- Dataset and collator of the tiny model -----------------------------------------------------
 
 
 class IndexedTextDataset(Dataset):
-    """Non-empty texts; item `i` is `(record_id, text)`.
-
-    `ids` picks a part of the texts (default: all); a record id is a text's position in the whole
-    corpus. Raises `ValueError` for an empty text.
-    """
+    """Non-empty texts; item `i` is `(record_id, text)`, the id being its position in the whole
+    corpus, of which `ids` may pick a part. Raises `ValueError` for an empty text."""
 
     def __init__(self, texts: Sequence[str], ids: Any = None) -> None:
         for i, text in enumerate(texts if isinstance(texts, list | tuple) else ()):
@@ -376,17 +358,12 @@ def valid_targets(labels: torch.Tensor) -> int:
     return int((labels[:, 1:] != IGNORE).sum())
 
 
-# ------------------------------------------------------------------------------------------
-# Sampler
-# ------------------------------------------------------------------------------------------
+# ---- Sampler ------------------------------------------------------------------------------------
 
 
 class EpochSampler(Sampler[int]):
-    """The order of an epoch for one process: a permutation fixed by (seed, epoch).
-
-    `set_epoch(epoch, start)` chooses the epoch and how many samples of it, counted over all
-    ranks, were already trained on.
-    """
+    """The order of an epoch for one process: a permutation fixed by (seed, epoch). `set_epoch` also
+    says how many samples of it, counted over all ranks, were already trained on."""
 
     num_replicas, rank = 1, 0
 
@@ -412,10 +389,9 @@ class EpochSampler(Sampler[int]):
 class ShardSampler(EpochSampler, DistributedSampler):
     """The share of one rank in the order of an epoch.
 
-    It differs from its base `DistributedSampler` in three points: the order is sliced and never
-    copied into a list, it can start inside an epoch, and nothing is repeated to make the shares
-    even. A rank that runs out of samples first trains on padding that weighs nothing (see
-    `updates_of_epoch`), so every sample counts exactly once an epoch.
+    Unlike its base `DistributedSampler`, it can start inside an epoch, and repeats nothing to make
+    the shares even. A rank that runs out of samples first trains on padding that weighs nothing
+    (see `updates_of_epoch`), so every sample counts exactly once an epoch.
     """
 
     def __init__(self, size: int, seed: int, num_replicas: int, rank: int) -> None:
@@ -426,11 +402,9 @@ class ShardSampler(EpochSampler, DistributedSampler):
 def updates_of_epoch(
     loader: DataLoader, sampler: EpochSampler, settings: Settings
 ) -> Iterator[list[dict]]:
-    """Yields the micro-batches of one update after another, until the epoch ends.
-
-    All ranks get the same number of updates and of micro-batches in each: what is left of the
-    epoch is known to all of them, and a rank whose share ran out gets a row of padding.
-    """
+    """Yields the micro-batches of one update after another, until the epoch ends. All ranks get the
+    same number of updates and of micro-batches in each: what is left of the epoch is known to all
+    of them, and a rank whose share ran out gets a row of padding."""
     ranks, batch = sampler.num_replicas, settings.batch_size
     left = sampler.size - sampler.start
     batches = iter(loader)
@@ -442,32 +416,22 @@ def updates_of_epoch(
         left -= samples
 
 
-# ------------------------------------------------------------------------------------------
-# The tiny model
-# ------------------------------------------------------------------------------------------
+# ---- The tiny model -----------------------------------------------------------------------------
 
 
 class CausalLayer(nn.TransformerEncoderLayer):
-    """PyTorch's pre-norm layer with its forward pass written out, always causal.
+    """PyTorch's pre-norm layer with its forward pass written out, always causal: the same numbers,
+    easy to step through, and with fewer copies of tensors."""
 
-    The parameters, their names and the numbers are those of its base class; written out it is easy
-    to step through, and copies fewer tensors.
-    """
-
-    def forward(
-        self, src: torch.Tensor, src_mask: Any = None, src_key_padding_mask: Any = None,
-        is_causal: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
-        """src [B, T, D] → [B, T, D]; `src_mask` is what `is_causal` stands for."""
+    def forward(self, src: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """src [B, T, D] → [B, T, D]; the masks that the encoder passes are not looked at."""
         batch, length, width = src.shape
         heads, attention = self.self_attn.num_heads, self.self_attn
         qkv = F.linear(self.norm1(src), attention.in_proj_weight)  # (B, T, 3·D)
         qkv = qkv.view(batch, length, 3, heads, width // heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, T, D/heads) each
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True,
-            dropout_p=attention.dropout if self.training else 0.0,
-        )  # fmt: skip
+        dropout = attention.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True)
         mixed = mixed.transpose(1, 2).reshape(batch, length, width)  # (B, T, D)
         hidden = src + self.dropout1(attention.out_proj(mixed))
         fed = self.dropout(self.activation(self.linear1(self.norm2(hidden))))  # (B, T, 4·D)
@@ -475,11 +439,9 @@ class CausalLayer(nn.TransformerEncoderLayer):
 
 
 class TinyCausalTransformer(nn.Module):
-    """A byte-level causal Transformer: embeddings, `nn.TransformerEncoder`, norm, head.
-
-    Pre-norm layers with GELU and a feed-forward width of 4 · d_model, after Radford et al. 2019
-    (GPT-2); the contract for shapes: ids [B, T] → embeddings [B, T, d_model] → logits [B, T, 258].
-    """
+    """A byte-level causal Transformer: embeddings, `nn.TransformerEncoder`, norm, head. Pre-norm
+    layers with GELU and a feed-forward width of 4 · d_model (Radford et al. 2019, GPT-2). Shapes:
+    ids [B, T] → embeddings [B, T, d_model] → logits [B, T, 258]."""
 
     def __init__(
         self,
@@ -490,29 +452,30 @@ class TinyCausalTransformer(nn.Module):
         seq_len: int = 64,
     ) -> None:
         super().__init__()
-        self.config = {
-            "d_model": d_model, "layers": layers, "heads": heads,
-            "dropout": dropout, "seq_len": seq_len,
-        }  # fmt: skip
+        self.config = {"d_model": d_model, "layers": layers, "heads": heads}
+        self.config |= {"dropout": dropout, "seq_len": seq_len}
         self.token_emb = nn.Embedding(VOCAB, d_model)
         self.pos_emb = nn.Embedding(seq_len, d_model)
         self.drop = nn.Dropout(dropout)
         # No biases: that of the keys shifts all scores of a query alike, so its gradient is zero
         # but for rounding noise, which AdamW would blow up into steps that differ between runs.
-        layer = CausalLayer(
-            d_model, heads, 4 * d_model, dropout, "gelu",
-            batch_first=True, norm_first=True, bias=False,
-        )  # fmt: skip
+        options = {"batch_first": True, "norm_first": True, "bias": False}
+        layer = CausalLayer(d_model, heads, 4 * d_model, dropout, "gelu", **options)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.lm_head = nn.Linear(d_model, VOCAB, bias=False)
-        # Normal(0, 0.02), and less for the two matrices of a layer that feed the residual stream:
-        # their sum over 2 · layers branches then keeps its scale (Radford et al. 2019, 2.3).
-        for name, parameter in self.named_parameters():
+        # Positions begin as sinusoids (Vaswani et al. 2017, 3.5): neighbours are alike from the
+        # first update on, instead of each having to be learned. Embeddings of standard deviation
+        # 0.3 and matrices of 0.6 / √(inputs) lie between GPT-2's weights and PyTorch's defaults.
+        # Measured: tests/benchmarks/README.md.
+        for parameter in self.parameters():
             if parameter.ndim >= 2:
-                residual = name.endswith(("out_proj.weight", "linear2.weight"))
-                scale = 0.02 / math.sqrt(2 * layers) if residual else 0.02
-                nn.init.normal_(parameter, std=scale)
+                nn.init.normal_(parameter, std=0.6 / math.sqrt(parameter.shape[1]))
+        nn.init.normal_(self.token_emb.weight, std=0.3)
+        places = torch.arange(seq_len)[:, None] / 1e4 ** (torch.arange(d_model) // 2 * 2 / d_model)
+        waves = torch.where(torch.arange(d_model) % 2 == 0, places.sin(), places.cos())
+        with torch.no_grad():
+            self.pos_emb.weight.copy_(0.3 * math.sqrt(2) * waves)
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [B, T] → next-token logits [B, T, 258]; T is at most seq_len."""
@@ -526,20 +489,15 @@ class TinyCausalTransformer(nn.Module):
         return self.lm_head(self.norm(hidden))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of logits[:, :-1] against labels[:, 1:].
-
-        A scalar, float64 (on Metal float32), so that sums over ranks agree to 1e-7.
-        Labels of −100 are left out; a batch without any label gives 0, with zero gradients.
-        """
+        """Mean cross-entropy in nats of logits[:, :-1] against labels[:, 1:], −100 left out: a
+        scalar of `sum_dtype`; without any label 0, with zero gradients."""
         total, count = summed_loss(self.logits(input_ids), labels)
         return total / count.clamp(min=1)
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [B, T, V], labels int64 [B, T] → summed cross-entropy in nats, number of targets.
-
-    Position t predicts label t + 1; −100 is left out. The sum has the type of `sum_dtype`.
-    """
+    Position t predicts label t + 1; −100 is left out. The sum has the type of `sum_dtype`."""
     # Shifting the labels instead of the logits spares a copy of the larger tensor.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).flatten()  # (B·T)
     logits = logits.flatten(0, 1).float()  # (B·T, V)
@@ -552,9 +510,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-# ------------------------------------------------------------------------------------------
-# The training step
-# ------------------------------------------------------------------------------------------
+# ---- The training step --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -589,10 +545,8 @@ def training_step(
 
         g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
 
-    n is only known when all ranks have added up; it travels together with the loss, after the
-    backward pass. Any c gives the same G; ours is the most targets that a rank can have in an
-    update, so that c·N / n is 1 without padding. (A window of T tokens has T − 1 targets.)
-
+    n is only known when all ranks have added up, after the backward pass. Any c gives the same G;
+    ours is the most targets that a rank can have in an update: c·N / n is 1 without padding.
     Raises `Diverged`, on all ranks alike, for a loss or gradient that is not finite.
     """
     device, watch, ranks = launch.device, launch.watch, launch.world_size
@@ -632,7 +586,7 @@ def training_step(
     if not result.skipped:
         shrink = min(1.0, settings.clip / (result.grad_norm + 1e-6)) if settings.clip else 1.0
         torch._foreach_mul_(gradients, correction * shrink)  # as clip_grads_with_norm_ does it
-    scaler.step(optimizer)  # fp16: not taken after an overflow
+        scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return result
@@ -640,17 +594,12 @@ def training_step(
 
 def overflowed(result: StepResult, scaler: torch.amp.GradScaler) -> bool:
     """Whether fp16 gradients overflowed, which a smaller scale mends. Else raises `Diverged`."""
-    if not math.isfinite(result.loss):
-        raise Diverged(f"the loss is {result.loss}")
-    if math.isfinite(result.grad_norm):
-        return False
-    if not scaler.is_enabled():
-        raise Diverged(
-            f"the loss is {result.loss:.4f}, but the gradient norm is {result.grad_norm}"
-        )
-    if scaler.get_scale() < 1:  # it begins at 65,536
+    finite = math.isfinite(result.grad_norm)
+    if not math.isfinite(result.loss) or not (finite or scaler.is_enabled()):
+        raise Diverged(f"the loss is {result.loss:.4f}, the gradient norm {result.grad_norm}")
+    if not finite and scaler.get_scale() < 1:  # it begins at 65,536
         raise Diverged("fp16 gradients overflow even without a loss scale")
-    return True
+    return not finite
 
 
 def autocast(launch: Launch, settings: Settings) -> contextlib.AbstractContextManager:
@@ -667,21 +616,17 @@ def inputs_of(batch: dict, device: torch.device) -> dict:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
 
 
-# ------------------------------------------------------------------------------------------
-# Validation
-# ------------------------------------------------------------------------------------------
+# ---- Validation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module, batches: Iterable[dict], launch: Launch, settings: Settings
 ) -> float:
-    """Mean loss over the batches of all ranks in nats per token; each sample counts once.
-
-    `model` is the bare module: the DDP wrapper would meet the other ranks in its forward pass, and
-    they may have another number of batches. Sums come before the mean, so the value depends
-    neither on the number of ranks nor on the batch size. Ranks meet, once, at the end.
-    """
+    """Mean loss over the batches of all ranks in nats per token; each sample counts once. `model`
+    is the bare module: the DDP wrapper would meet the other ranks in its forward pass, and they may
+    have another number of batches. Sums come before the mean, so that the value depends neither on
+    the number of ranks nor on the batch size. Ranks meet, once, at the end."""
     was_training = model.training
     totals = torch.zeros(2, dtype=sum_dtype(launch.device), device=launch.device)
     model.eval()
@@ -699,28 +644,20 @@ def evaluate(
     return loss_sum / max(valid, 1)
 
 
-# ------------------------------------------------------------------------------------------
-# DDP and the trainer
-# ------------------------------------------------------------------------------------------
+# ---- DDP and the trainer ------------------------------------------------------------------------
 
 
 def wrap_in_ddp(bare: nn.Module, launch: Launch, **options: Any) -> DistributedDataParallel:
-    """The model in DDP's wrapper; `options` go to DDP. Ranks meet.
-
-    DDP sends rank 0's weights to all, so that replicas begin equal, and from then on averages
-    their gradients in every backward pass.
-    """
+    """The model in DDP's wrapper; `options` go to DDP. Ranks meet: rank 0 sends its weights to all,
+    so that replicas begin equal; from then on every backward pass averages their gradients."""
     # Qwen's only buffers are constants (rotary frequencies): they are sent once, here, and not in
     # every forward pass, which is the default. (The flag's name before torch 2.13.)
     known = inspect.signature(DistributedDataParallel).parameters
-    new_name = "forward_sync_buffers" in known
-    return DistributedDataParallel(
-        bare,
-        device_ids=[launch.device.index] if launch.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients live in the buckets: no copy
-        **{"forward_sync_buffers" if new_name else "broadcast_buffers": False},
-        **options,
-    )
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options[name] = False
+    devices = [launch.device.index] if launch.device.type == "cuda" else None
+    # Gradients live in the buckets that are sent, so that none is copied.
+    return DistributedDataParallel(bare, devices, gradient_as_bucket_view=True, **options)
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -735,7 +672,8 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+    beta1 = 0.8 if settings.model == "tiny" else 0.9  # measured: tests/benchmarks/README.md
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, 0.95), fused=True)
 
 
 def learning_rate(update: int, settings: Settings, updates: int) -> float:
@@ -783,19 +721,16 @@ class Progress:
 
 
 class Trainer:
-    """The loop, and all that it holds: optimizer, loaders, and whom it reports to.
-
-    `model` is `bare`, the model itself, in its DDP wrapper, or `bare` alone in a single process.
-    `checkpoints` is None on ranks other than 0.
-    """
+    """The loop, and all that it holds: optimizer, loaders, and whom it reports to. `model` is
+    `bare`, the model itself, in DDP's wrapper if there are several ranks; `checkpoints` is None on
+    all but rank 0."""
 
     def __init__(
         self, run: Run, log: RunLog, checkpoints: Checkpoints | None, **ddp_options: Any
     ) -> None:
         self.run, self.log, self.checkpoints, self.progress = run, log, checkpoints, log.progress
-        self.launch, self.settings, data = run.launch, run.settings, run.data
-        launch, s = run.launch, run.settings
-        rank, ranks = launch.rank, launch.world_size
+        self.launch, self.settings = launch, s = run.launch, run.settings
+        data, rank, ranks = run.data, launch.rank, launch.world_size
         torch.manual_seed(s.seed + 1 + rank)  # equal weights, but other dropout masks on every rank
         self.model = self.bare = run.model
         if s.compile:
@@ -804,11 +739,9 @@ class Trainer:
         if ranks > 1:
             self.model = wrap_in_ddp(self.bare, launch, **ddp_options)  # ranks meet
             self.sampler = ShardSampler(len(data.train), s.seed, ranks, rank)
-        options = {
-            "batch_size": s.batch_size, "collate_fn": run.collate,
-            "pin_memory": launch.device.type == "cuda",
-            "generator": torch.Generator(),  # its own: the default one belongs to dropout
-        }  # fmt: skip
+        options = {"batch_size": s.batch_size, "collate_fn": run.collate}
+        options |= {"pin_memory": launch.device.type == "cuda"}
+        options |= {"generator": torch.Generator()}  # its own: the default one belongs to dropout
         self.loader = DataLoader(data.train, sampler=self.sampler, **options)
         # Validation is shared out without repeats: ranks may get different numbers of samples.
         share = range(rank, len(data.validation), ranks)
@@ -862,9 +795,11 @@ class Trainer:
             better = self.log.validation(loss)
             if better:
                 self.saved = 0  # a checkpoint that was taken before does not know it
-        if due(s.sample_every) and self.launch.rank == 0:
+        if due(s.sample_every):
+            self.require_sound_weights()
             self.launch.watch.enter("sample", patient=True)
-            self.log.say(f"sample     {self.run.sample()}")
+            if self.launch.rank == 0:
+                self.log.say(f"sample     {self.run.sample()}")
         if stop and not last:
             self.save_and_stop()
         if stop or (s.save_every and (better or due(s.save_every))):
@@ -875,7 +810,7 @@ class Trainer:
         """Raises `Stopped`, on all ranks, when the state is safe. Ranks meet."""
         number = max(gather(self.launch.watch.signal, self.launch))
         self.save()
-        place = self.checkpoints.wait(last=True) if self.checkpoints else ""
+        place = self.checkpoints.secure(self.log.folder) if self.checkpoints else ""
         place = gather(place, self.launch)[0]  # nobody leaves before rank 0 has saved
         raise Stopped(
             f"{signal.Signals(number).name} after update {self.progress.step} of "
@@ -884,13 +819,9 @@ class Trainer:
         )
 
     def require_sound_weights(self) -> None:
-        """Raises `Diverged` unless a forward pass with these weights gives a finite loss.
-
-        A huge step can spoil them while its own loss and gradient were still finite, and they may
-        be finite themselves when nothing that is computed from them is. Ranks meet.
-        """
-        train, count = self.run.data.train, min(self.settings.batch_size, len(self.run.data.train))
-        batch = self.run.collate([train[i] for i in range(count)])
+        """Raises `Diverged` unless a forward pass with these weights gives a finite loss: a huge
+        step can spoil them while its own loss and gradient were still finite. Ranks meet."""
+        batch = self.run.collate([self.run.data.train[0]])
         loss = evaluate(self.bare, [batch], self.launch, self.settings)
         if not math.isfinite(loss):
             raise Diverged(f"the weights are spoiled, a forward pass gives a loss of {loss}")
@@ -909,21 +840,14 @@ class Trainer:
             self.checkpoints.save(state)
 
 
-# ==========================================================================================
-# Part 2: what serves a run
-# ==========================================================================================
+# ==== Part 2: what serves a run ===================================================================
 
-# ------------------------------------------------------------------------------------------
-# Settings
-# ------------------------------------------------------------------------------------------
+# ---- Settings ------------------------------------------------------------------------------------
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """A field of `Settings` that is a flag of the command line.
-
-    `spec`: low, above, high for numbers; choices, metavar, nargs, const as argparse has them;
-    group, where a new one begins; fixed, if --resume must keep the value.
-    """
+    """A field of `Settings` that is a flag. `spec`: low, above and high of a number; choices,
+    metavar, nargs, const as for argparse; group, where one begins; fixed: kept by --resume."""
     return dataclasses.field(default=default, metadata={"help": help, **spec})
 
 
@@ -938,38 +862,35 @@ class Settings:
         choices=("auto", "cpu", "cuda", "mps"))
     cpu: bool = flag(False, "the same as --device cpu")
     seed: int = flag(0, "fixes initial weights, split, order and dropout", low=0, fixed=True)
-    threads: int | None = flag(None, "CPU threads per rank (default: cores / ranks on this "
-        "machine)", low=1, high=4096)
+    threads: int | None = flag(None, "CPU threads per rank (default: its share of the cores)",
+        low=1, high=4096)
     output_dir: Path | None = flag(None, "where the run writes (default: "
-        "runs/<model>-<date>-<time>, or the resumed run)")
+        "runs/<model>-<date>-<time>)")
     overwrite: bool = flag(False, "replace the run that --output-dir holds")
-    resume: str | None = flag(None, "go on from a run's newest checkpoint (its folder, or the URL "
-        "of --checkpoint-dir); flags that are not given keep their values. A FILE begins a new run "
-        "from that checkpoint. auto: from --output-dir if there is one, else begin",
-        metavar="{auto,RUN,FILE,URL}")
-    dry_run: bool = flag(False, "check settings and data, show a sample and what would happen; "
-        "train and write nothing")
-    generate: str | None = flag(None, "continue PROMPT with the model of the --resume run, on the "
-        "CPU", metavar="PROMPT")
+    resume: str | None = flag(None, "go on from the newest checkpoint of a run (its folder, or the "
+        "URL of --checkpoint-dir); flags not given keep their values. FILE: a new run from there. "
+        "auto: from --output-dir if it has one, else begin", metavar="{auto,RUN,FILE,URL}")
+    dry_run: bool = flag(False, "check settings and data, show a sample; train and write nothing")
+    generate: str | None = flag(None, "continue PROMPT, on the CPU, with the model of the --resume "
+        "run", metavar="PROMPT")
 
-    corpus_file: Path | None = flag(None, "your own UTF-8 text or records instead of --builtin: "
-        ".txt, .jsonl, .json, .csv, .tsv, .parquet, also gzipped", group="data")
+    corpus_file: Path | None = flag(None, "your own text or records instead of --builtin: .txt, "
+        ".jsonl, .json, .csv, .tsv, .parquet, also gzipped", group="data")
     builtin: str | None = flag(None, "lessons: a few dozen sentences; python-docs: the language "
-        "reference that CPython carries, about 460 KB (default: lessons)",
-        choices=("lessons", "python-docs"), fixed=True)
+        "reference of CPython, 460 KB (default: lessons)", choices=("lessons", "python-docs"),
+        fixed=True)
     corpus_format: str | None = flag(None, "lines: a sample a line; document: one running text; "
-        "jsonl: records, see the README (default: by the file's name)",
+        "jsonl: records of text, prompts or chats (default: by the file's name)",
         choices=("lines", "document", "jsonl"), fixed=True)
     val_fraction: float = flag(0.1, "share of the samples held out for validation; 0: none", low=0,
         high=0.9, fixed=True)
     pack: bool = flag(False, "fill every window with several samples: no padding, more tokens a "
         "second; with tiny joined by EOS, with qwen invisible to each other", fixed=True)
     overlong: str | None = flag(None, "samples longer than --seq-len: cut off, cut in pieces, or "
-        "leave out (default: truncate; --pack and documents always split)",
+        "leave out (default: truncate; --pack and documents split)",
         choices=("truncate", "split", "drop"), fixed=True)
-    seq_len: int | None = flag(None, "most tokens in a window; lower it, after --batch-size and "
-        "--gradient-checkpointing, when memory runs out (default: 64 tiny, 256 qwen)", low=2,
-        fixed=True)
+    seq_len: int | None = flag(None, "most tokens in a window; lower it last when memory runs out "
+        "(default: 64 tiny, 256 qwen)", low=2, fixed=True)
 
     d_model: int = flag(64, "width of the model", group="tiny", low=1, fixed=True)
     layers: int = flag(1, "Transformer layers", low=1, fixed=True)
@@ -977,62 +898,55 @@ class Settings:
     dropout: float = flag(0.0, "probability; raise it when the validation loss rises again", low=0,
         high=0.99, fixed=True)
 
-    base_model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "a causal model of transformers, by hub "
-        "id or as a local folder, which needs no network", group="qwen", metavar="ID_OR_DIR")
+    base_model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "a causal model of transformers: a hub "
+        "id, or a local folder, which needs no network", group="qwen", metavar="ID_OR_DIR")
     lora_r: int = flag(8, "rank of the adapters", low=1, fixed=True)
     lora_alpha: float = flag(16, "their scale is alpha / r", above=0, fixed=True)
     lora_dropout: float = flag(0.05, "probability", low=0, high=0.99, fixed=True)
-    lora_targets: str = flag("q_proj,v_proj", "Linear layers that get an adapter", metavar="NAMES",
-        fixed=True)
-    gradient_checkpointing: str | None = flag(None, "keep less for the backward pass and compute "
-        "it again, when memory runs out at --batch-size 1; selective: keep matrix products and "
-        "attention", nargs="?", const="full", choices=("full", "selective"))
-    merge: bool = flag(False, "also write merged/, a plain transformers model with the adapter in "
-        "it")
+    lora_targets: str = flag("q_proj,v_proj", "Linear layers to adapt", metavar="NAMES", fixed=True)
+    gradient_checkpointing: str | None = flag(None, "keep less and compute it again, when memory "
+        "runs out at --batch-size 1; selective: keep matrix products and attention", nargs="?",
+        const="full", choices=("full", "selective"))
+    merge: bool = flag(False, "also write merged/, a plain model with the adapter merged in")
 
     batch_size: int = flag(8, "sequences per rank and micro-batch; lower this first when memory "
         "runs out, and raise --grad-accum by the same factor", group="optimization", low=1)
     grad_accum: int = flag(1, "micro-batches per update", low=1)
     epochs: int | None = flag(None, "passes over the corpus (default: by --max-steps)", low=1)
-    max_steps: int | None = flag(None, "updates, over as many epochs as it takes (default: 300, "
-        "unless --epochs is given)", low=1)
-    lr: float | None = flag(None, "peak learning rate; divide it by 3 when the loss jumps "
-        "(default: 3e-4 tiny, 2e-4 qwen)", above=0, fixed=True)
+    max_steps: int | None = flag(None, "updates (default: 300, unless --epochs is given)", low=1)
+    lr: float | None = flag(None, "peak learning rate; divide it by 3 when the loss jumps. tiny "
+        "learns most with 0.64 / --d-model (default: 3e-4 tiny, 2e-4 qwen)", above=0, fixed=True)
     weight_decay: float = flag(0.01, "AdamW's decay, on matrices only", low=0, fixed=True)
     schedule: str = flag("constant", "of the rate after the warmup: level, or falling to 0",
         choices=("constant", "linear", "cosine"), fixed=True)
     warmup_steps: int = flag(0, "updates over which the rate rises from 0", low=0, fixed=True)
-    clip: float = flag(1.0, "largest norm of the global gradient; 0: no clipping", low=0,
-        fixed=True)
-    precision: str = flag("auto", "of the matrix products and of a frozen base; trained weights "
-        "stay fp32. auto: on CUDA bf16 or fp16, whichever all cards have, else fp32",
+    clip: float = flag(1.0, "largest norm of the global gradient; 0: none", low=0, fixed=True)
+    precision: str = flag("auto", "of the matrix products and a frozen base; trained weights stay "
+        "fp32. auto: bf16 or fp16 on CUDA, what all cards have, else fp32",
         choices=("auto", "fp32", "bf16", "fp16"), fixed=True)
     compile: bool = flag(False, "torch.compile: slower start, faster steps", fixed=True)
 
-    save_every: int = flag(0, "updates between two checkpoints, written beside the training, and "
-        "one at every best validation; 0: only when stopped by a signal", group="checkpoints",
-        low=0)
-    keep: int = flag(3, "newest checkpoints kept, besides the best; lower it when the disk fills",
-        low=1)
-    checkpoint_dir: str | None = flag(None, "where checkpoints go: another folder, or a URL of "
-        "fsspec such as s3://bucket/run, where the results then go as well (default: checkpoints/ "
-        "in the run's folder)", metavar="FOLDER_OR_URL")
+    save_every: int = flag(0, "updates between two checkpoints, and one at every best validation; "
+        "0: only when stopped by a signal", group="checkpoints", low=0)
+    keep: int = flag(3, "newest ones kept, besides the best; lower it when the disk fills", low=1)
+    checkpoint_dir: str | None = flag(None, "another folder for them, or a URL of fsspec such as "
+        "s3://bucket/run, where the results then go as well", metavar="FOLDER_OR_URL")
 
     log_every: int = flag(10, "updates between two log lines", group="watching", low=1)
     eval_every: int = flag(0, "updates between two validations; 0: only at the end", low=0)
     sample_every: int = flag(0, "updates between two generated samples; 0: only at the end", low=0)
     tensorboard: bool = flag(False, "also write event files for TensorBoard")
 
-    checkpoint: dict | None = None  # the state that --resume goes on from; no flag
-    batch_given: bool = False  # not by the resumed run
+    checkpoint: dict | None = None  # no flag: the state that --resume goes on from
+    batch_given: bool = False  # no flag: whether the batch was asked for, and not just resumed
     # fmt: on
 
     def to_save(self) -> dict:
         """The flags as plain values, but for those that hold for one start only."""
         once = ("output_dir", "overwrite", "resume", "dry_run", "generate", "cpu")
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata}
-        values["corpus_file"] = str(self.corpus_file.absolute()) if self.corpus_file else None
-        return {name: value for name, value in values.items() if name not in once}
+        names = [f.name for f in dataclasses.fields(self) if f.metadata and f.name not in once]
+        corpus = str(self.corpus_file) if self.corpus_file else None
+        return {name: getattr(self, name) for name in names} | {"corpus_file": corpus}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -1047,84 +961,69 @@ def flag_parser(kind: type = Settings, **options: Any) -> argparse.ArgumentParse
     parser = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
     group: Any = parser
     for field in dataclasses.fields(kind):
-        if not field.metadata:
+        spec = {name: value for name, value in field.metadata.items() if name != "fixed"}
+        if not spec:
             continue
-        spec = dict(field.metadata)
         if title := spec.pop("group", None):
             group = parser.add_argument_group(title)
         if field.default not in (None, False):
             spec["help"] += f" (default: {field.default})"
-        spec.pop("fixed", None)
         bounds = {name: spec.pop(name) for name in ("low", "above", "high") if name in spec}
-        type_name = field.type.split(" |")[0]
-        if type_name == "bool":
+        kind_name = field.type.split(" |")[0]
+        converter = {"int": int, "float": float, "Path": Path}.get(kind_name)
+        if field.type == "bool":
             spec["action"] = "store_true"
-        elif type_name in ("int", "float"):
-            spec |= {"type": number(int if type_name == "int" else float, **bounds)}
-            spec |= {"metavar": "N" if type_name == "int" else "X"}
-        elif type_name == "Path":
-            spec |= {"type": Path, "metavar": "PATH"}
+        elif converter:
+            spec["type"] = number(converter, **bounds) if bounds else converter
+            spec.setdefault("metavar", {"int": "N", "float": "X", "Path": "PATH"}[kind_name])
         group.add_argument(f"--{field.name.replace('_', '-')}", **spec)
     return parser
 
 
-def number(kind: type, low: float = -math.inf, above: float = -math.inf, high: float = math.inf):
-    """A converter for argparse: a finite `kind` from `low` to `high` (or greater than `above`)."""
-    high = 2**31 - 1 if kind is int and high == math.inf else high
-    bounds = f"above {above}" if above > -math.inf else f"of at least {low}"
-    bounds += "" if high == math.inf else f" and at most {high}"
+def number(kind: type, low: float = -math.inf, above: float = -math.inf, high: float = 2**31 - 1):
+    """A converter for argparse: an int or float from `low` to `high`, or greater than `above`."""
 
     def convert(text: str) -> Any:
-        """Raises `ArgumentTypeError`, which the parser turns into a `UserError` with the flag."""
         with contextlib.suppress(ValueError):
-            value = kind(text)
-            if low <= value <= high and value > above and value != math.inf:
+            if low <= (value := kind(text)) <= high and value > above:
                 return value
         what = "a whole number" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} {bounds}")
+        bounds = f"above {above}" if above > -math.inf else f"of at least {low}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} {bounds} and at most {high}")
 
     return convert
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> Settings:
-    """Reads the command line. Raises `UserError` for unknown or contradictory flags.
-
-    With --resume, flags that are not given keep the values of the interrupted run, which is read
-    here: the result's `checkpoint` is its state.
-    """
+    """Reads the command line. With --resume, the state to go on from is read here as well, and
+    flags not given keep its values. Raises `UserError` for unknown or contradictory flags."""
     parser = flag_parser(
         prog="llm_ddp_parallel_training.py",
         description="Train a language model on one or several processes with PyTorch DDP.",
         epilog="exit status: 0 done, 2 wrong input or settings, 3 diverged, 143, 130 and 138 "
         "stopped by SIGTERM, Ctrl-C and SIGUSR1 after saving, 1 anything else. Environment: "
-        "DDP_TIMEOUT_S, seconds after which a rank that does not go on counts as hung "
-        "(default: 600)",
+        "DDP_TIMEOUT_S, seconds without progress after which a rank counts as hung (default: 600)",
     )
-    given = vars(parser.parse_args(argv))
-    if "generate" in given and "resume" not in given:
-        raise UserError("--generate PROMPT needs --resume RUN, the folder of a finished run")
-    state, saved = None, {}
+    given, state, saved = vars(parser.parse_args(argv)), None, {}
     if "generate" in given:
-        saved = saved_settings(Path(given["resume"]))
-    elif "resume" in given:
-        state = state_to_resume(given)
-        saved = state["settings"] if state else {}
-    known = {field.name: field for field in dataclasses.fields(Settings) if field.metadata}
-    saved = {name: value for name, value in saved.items() if name in known}
-    saved["corpus_file"] = Path(saved["corpus_file"]) if saved.get("corpus_file") else None
-    for name in sorted(given.keys() & saved.keys()):
-        same = given[name] == saved[name] or (name, given[name]) == ("precision", "auto")
-        if known[name].metadata.get("fixed") and not same and saved[name] is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
-                f"{saved[name]}, which --resume continues; leave the flag out, or start a new run"
-            )
-    if given.get("precision") == "auto" and saved.get("precision"):
+        refuse("resume" not in given, "--generate PROMPT needs --resume RUN, a finished run")
+        saved = saved_settings(given["resume"])
+    elif "resume" in given and (state := state_to_resume(given)):
+        saved = state["settings"]
+    fixed = {f.name: f.metadata.get("fixed") for f in dataclasses.fields(Settings) if f.metadata}
+    saved = {name: value for name, value in saved.items() if name in fixed and value is not None}
+    if given.get("precision") == "auto" and saved:
         del given["precision"]
-    for new, old in {"corpus_file": ["builtin"], "cpu": ["device"], "epochs": ["max_steps"],
-                     "max_steps": ["epochs"]}.items():  # fmt: skip
-        for name in old if new in given else ():
-            saved.pop(name, None)
+    for name in sorted(given.keys() & saved.keys()):
+        refuse(
+            fixed[name] and given[name] != saved[name],
+            f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
+            f"{saved[name]}, which --resume continues; leave the flag out, or start a new run",
+        )
+    replaced = {"corpus_file": "builtin", "cpu": "device", "epochs": "max_steps"}
+    for new, old in (*replaced.items(), ("max_steps", "epochs")):
+        if new in given:
+            saved.pop(old, None)
     settings = Settings(**{**saved, **given}, checkpoint=state)
     settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
     resolve(settings)
@@ -1134,52 +1033,43 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
 def resolve(settings: Settings) -> None:
     """Refuses contradictions and fills in the defaults that depend on other flags."""
     s, qwen = settings, settings.model == "qwen"
-    if s.cpu and s.device not in ("auto", "cpu"):
-        raise UserError(f"--cpu contradicts --device {s.device}; give one of them")
-    if s.corpus_file and s.builtin:
-        raise UserError("--corpus-file contradicts --builtin; give one of them")
-    if s.d_model % s.heads:
-        raise UserError(f"--heads {s.heads} does not divide --d-model {s.d_model}")
-    if s.generate == "":
-        raise UserError("--generate needs a prompt of at least one character")
-    if s.generate and not is_utf8(s.generate):
-        raise UserError("--generate needs a prompt in UTF-8")
-    for name in ("merge", "gradient_checkpointing"):
-        if getattr(s, name) and not qwen:
-            raise UserError(f"--{name.replace('_', '-')} needs --model qwen")
-    if s.checkpoint_dir:
-        open_place(s.checkpoint_dir)
-    if s.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard")
-
-    s.device = "cpu" if s.cpu else s.device
-    if not s.corpus_file and not s.builtin:
-        s.builtin = "lessons"
-    if s.builtin and s.corpus_format == "jsonl":
-        raise UserError("--corpus-format jsonl needs a --corpus-file")
+    s.device = "cpu" if s.cpu and s.device == "auto" else s.device
+    refuse(s.cpu and s.device != "cpu", f"--cpu contradicts --device {s.device}; give one of them")
+    refuse(s.corpus_file and s.builtin, "--corpus-file contradicts --builtin; give one of them")
+    refuse(s.d_model % s.heads, f"--heads {s.heads} does not divide --d-model {s.d_model}")
+    refuse(s.generate == "", "--generate needs a prompt of at least one character")
+    refuse(re.search("[\ud800-\udfff]", s.generate or ""), "--generate needs a prompt in UTF-8")
+    refuse(s.merge and not qwen, "--merge needs --model qwen")
+    refuse(s.gradient_checkpointing and not qwen, "--gradient-checkpointing needs --model qwen")
+    # Both are needed only after the work has begun.
+    for package in ("tensorboard",) * s.tensorboard + ("matplotlib",):
+        there = importlib.util.find_spec(package)
+        refuse(not there, f"the package {package} is missing: pip install {package}")
+    if s.checkpoint_dir and "://" not in s.checkpoint_dir:
+        s.checkpoint_dir = str(Path(s.checkpoint_dir).absolute())
+    s.corpus_file = Path(s.corpus_file).absolute() if s.corpus_file else None
+    s.builtin = s.builtin or (None if s.corpus_file else "lessons")
+    refuse(s.builtin and s.corpus_format == "jsonl", "--corpus-format jsonl needs a --corpus-file")
     if s.corpus_format is None:
-        s.corpus_format = format_of(s.corpus_file) if s.corpus_file else "lines"
-        s.corpus_format = "document" if s.builtin == "python-docs" else s.corpus_format
+        s.corpus_format = "document" if s.builtin == "python-docs" else format_of(s.corpus_file)
     s.pack = s.pack or s.corpus_format == "document"
-    if s.pack and s.overlong in ("truncate", "drop"):
-        raise UserError(f"--overlong {s.overlong} contradicts packing, which always splits")
+    contradiction = s.pack and s.overlong in ("truncate", "drop")
+    refuse(contradiction, f"--overlong {s.overlong} contradicts packing, which always splits")
     s.overlong = s.overlong or ("split" if s.pack else "truncate")
-    if s.epochs is None and s.max_steps is None:
-        s.max_steps = 300
+    s.max_steps = 300 if s.epochs is None and s.max_steps is None else s.max_steps
     s.seq_len = s.seq_len or (256 if qwen else 64)
     s.lr = s.lr or (2e-4 if qwen else 3e-4)
 
 
-# ------------------------------------------------------------------------------------------
-# Endings: errors, signals, hung ranks
-# ------------------------------------------------------------------------------------------
+# ---- Endings: errors, signals, hung ranks --------------------------------------------------------
 
 PEER_LOSS_GRACE_S = 5  # how long a rank leaves the floor to the one that knows the cause
-LOST_PEER_S = 10  # how long a stopped NCCL rank waits in a meeting: nobody else will end it
+LOST_PEER_S = 20  # how long a stopped NCCL rank waits in a meeting; the launcher kills after 30 s
+STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)]
 
 
 class RunError(Exception):
-    """Ends the run with one line for the reader instead of a traceback."""
+    """Ends the run with one line for the reader instead of a traceback, and with `status`."""
 
     status = 1
     by_all_ranks = False  # every rank raises it, so rank 0 prints it for all
@@ -1211,6 +1101,12 @@ class Stopped(RunError):
         self.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
 
 
+def refuse(wrong: Any, message: str) -> None:
+    """Raises `UserError` if something is wrong."""
+    if wrong:
+        raise UserError(message)
+
+
 @contextlib.contextmanager
 def one_clear_ending() -> Iterator[Watch]:
     """Turns every way out of the run into one readable cause and the right exit status.
@@ -1232,39 +1128,39 @@ def one_clear_ending() -> Iterator[Watch]:
         watch.enter("teardown", meets=True, patient=True)
         tear_down()
     except RunError as error:
+        stopped, message = isinstance(error, Stopped), str(error)
         if not leads:  # if rank 0 found the same, the launcher ends all before this is over
-            time.sleep(1 if isinstance(error, Stopped) else PEER_LOSS_GRACE_S)
-        message = str(error)
+            time.sleep(1 if stopped else PEER_LOSS_GRACE_S)
         if isinstance(error, Diverged):
             message = f"update {watch.step}: {message}; lower --lr or raise --warmup-steps"
         if leads or not error.by_all_ranks:
-            kind = "stopped" if isinstance(error, Stopped) else "error"
-            say_error(f"{'' if leads else f'rank {rank}: '}{kind}: {message}", message)
-        if error.by_all_ranks or isinstance(error, UserError):
-            prevent_restart()
+            speaker = "" if leads else f"rank {rank}: "
+            say_error(f"{speaker}{'stopped' if stopped else 'error'}: {message}", message)
+        if leads and not isinstance(error, WriteError):
+            # With --max-restarts torchrun would repeat the same mistake.
+            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("0", ""):
+                os.kill(os.getppid(), signal.SIGTERM)
         leave(error.status)
     except KeyboardInterrupt:
         if leads:
             say_error("interrupted")
         leave(128 + signal.SIGINT)
     except Exception as error:
-        place = f"rank {rank}, update {watch.step}, {watch.phase}"
-        if isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
-            dist.is_initialized() and re.search(r"gloo.*(peer|closed|reset)", str(error), re.I)
-        ):
+        place, grouped = f"rank {rank}, update {watch.step}, {watch.phase}", dist.is_initialized()
+        network = isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+        if network or (grouped and re.search(r"gloo.*(peer|closed|reset)", str(error), re.I)):
             time.sleep(PEER_LOSS_GRACE_S)
-            say_error(f"{place}: lost contact with another rank, whose own message or the "
-                      "launcher's summary names the cause")  # fmt: skip
-            leave(1)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            why = "whose own message or the launcher's summary names the cause"
+            say_error(f"{place}: lost contact with another rank, {why}")
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             message = f"{place}: out of memory; lower --batch-size first ({reason_of(error)})"
             say_error(f"error: {message}", message)
-            leave(1)
-        say_error(f"{place}: failed")
-        if not dist.is_initialized():
-            raise
-        traceback.print_exc()
-        get_error_handler().record_exception(error)
+        else:
+            say_error(f"{place}: failed")
+            if not grouped:
+                raise
+            traceback.print_exc()
+            get_error_handler().record_exception(error)
         leave(1)
     finally:
         watch.wakeup.close()  # the thread ends
@@ -1291,23 +1187,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def prevent_restart() -> None:
-    """Tells torchrun to end the job: with --max-restarts it would repeat the same mistake."""
-    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if limit.isdecimal() and int(limit) > 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)]
-
-
 @contextlib.contextmanager
 def stop_wishes(watch: Watch) -> Iterator[None]:
     """Makes SIGTERM, SIGINT and SIGUSR1 a wish, which the ranks fulfil together after an update.
-
-    Python runs its signal handlers between two lines of Python, so a rank that waits inside a
-    collective would not notice. The wake-up descriptor is written at once, and read by a thread.
-    """
+    Python runs its handlers between two lines of Python, which a rank in a collective does not
+    reach. The wake-up descriptor is written at once, and `keep_watch` reads it in its thread."""
     handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     wakeup = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
     try:
@@ -1319,11 +1203,9 @@ def stop_wishes(watch: Watch) -> Iterator[None]:
 
 
 def keep_watch(watch: Watch, signals: socket.socket) -> None:
-    """A thread's work: notices signals, and ends a rank that does not go on, with its stack.
-
-    A second signal, a second after the first, ends the process on the spot. (Ctrl-C under torchrun
-    arrives twice at once: from the terminal and from the launcher.)
-    """
+    """A thread's work: notices signals, and ends a rank that does not go on, with its stack. A
+    second signal ends the process on the spot, a second after the first: Ctrl-C under torchrun
+    arrives twice at once, from the terminal and from the launcher."""
     main_thread, launcher, first = threading.main_thread().ident, os.getppid(), math.inf
     rank, by_torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
     while True:
@@ -1336,21 +1218,20 @@ def keep_watch(watch: Watch, signals: socket.socket) -> None:
                 os._exit(128 + number)
             if number in STOP_SIGNALS and not watch.signal:
                 watch.signal, first = number, now
-        if by_torchrun and os.getppid() != launcher and not watch.signal:
-            if rank == "0":
-                say_error("the launcher was killed")  # nobody else could end the ranks any more
-            os.kill(os.getpid(), signal.SIGTERM)
+        if by_torchrun and os.getppid() != launcher:
             launcher = os.getppid()
+            if rank == "0":
+                say_error("the launcher was killed")
+            os.kill(os.getpid(), signal.SIGTERM)  # nobody else could end this rank any more
         if watch.patient:
             continue
-        place = f"rank {rank}, update {watch.step}, {watch.phase}"
+        place, waited = f"rank {rank}, update {watch.step}, {watch.phase}", now - watch.since
         # NCCL raises nothing when a peer is lost, and the launcher's SIGTERM is only a wish.
-        lost = dist.is_initialized() and dist.get_backend() == "nccl" and watch.meets
-        if lost and now - max(first, watch.since) > LOST_PEER_S:
+        lost = watch.meets and dist.is_initialized() and dist.get_backend() == "nccl"
+        if lost and min(waited, now - first) > LOST_PEER_S:
             say_error(f"{place}: stopped while waiting for another rank")
             os._exit(128 + watch.signal)
         # A rank that waits for others leaves the floor to the one that they all wait for.
-        waited = now - watch.since
         if waited > watch.timeout + PEER_LOSS_GRACE_S * watch.meets:
             what = "waiting for another rank" if watch.meets else "no progress"
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
@@ -1359,44 +1240,19 @@ def keep_watch(watch: Watch, signals: socket.socket) -> None:
             os._exit(1)
 
 
-def choose_threads(launch: Launch, settings: Settings) -> None:
-    """Gives each rank of a machine its share of the cores, and lets it keep its memory."""
-    affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    threads = max(1, cores // launch.local_world_size)
-    why = f"{counted(cores, 'core')} / {counted(launch.local_world_size, 'rank')} on this machine"
-    # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it; a user's
-    # own 1 looks the same, so use --threads 1.
-    omp = os.environ.get("OMP_NUM_THREADS", "")
-    by_torchrun = omp == "1" and launch.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ
-    if settings.threads:
-        threads, why = settings.threads, "--threads"
-    elif omp.isdecimal() and int(omp) > 0 and not by_torchrun:
-        threads, why = int(omp), "OMP_NUM_THREADS"
-    torch.set_num_threads(threads)
-    launch.choose("threads", f"{threads} per rank", why)
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if launch.device.type == "cpu" and hasattr(libc, "mallopt"):  # glibc; numbers from malloc.h
-        libc.mallopt(-4, 0)  # M_MMAP_MAX
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-        launch.choose("allocator", "keeps freed memory", "the kernel would clear it every update")
-
-
-# ------------------------------------------------------------------------------------------
-# Corpora: files to samples
-# ------------------------------------------------------------------------------------------
+# ---- Corpora: files to samples -------------------------------------------------------------------
 
 CHUNK = 1 << 20  # bytes of the corpus that are looked at in one go
-SAMPLES_AT_ONCE = 1 << 16  # of its samples; small, for freed memory stays with the process
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte-order mark
-TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+SAMPLES_AT_ONCE = 1 << 16  # of its samples; small, for freed memory stays with the process
+TABLES = (".csv", ".tsv", ".parquet")
 SHAPES = (
     '{"text"}, {"messages"}, {"prompt", "completion"}, {"conversations"} or '
     '{"instruction", "input", "output"}'
 )
-COLUMNS = {"text", "prompt", "completion", "instruction", "input", "output", "messages"}
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-         "function": "tool", "observation": "tool"}  # fmt: skip
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+
 
 LESSONS = """\
 One process trains one copy of the model, and DDP keeps all the copies the same.
@@ -1441,10 +1297,7 @@ def builtin_text(name: str) -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UserError(
-            "--builtin python-docs: this Python carries no pydoc_data; use a full CPython, or "
-            "--corpus-file"
-        ) from None
+        raise UserError("--builtin python-docs: this Python carries no pydoc_data") from None
     return "\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
 
 
@@ -1453,45 +1306,30 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def format_of(path: Path) -> str:
-    """--corpus-format by the file's name and its first lines, so that none is taken for another.
-
-    Raises `UserError` for what looks like JSON or a table and is not called so.
-    """
-    if suffix_of(path) in (".jsonl", ".json", *TABLES):
-        return "jsonl"
-    text = bytes(plain_bytes(path)[:CHUNK]).decode("utf-8", errors="ignore").lstrip("\ufeff \n\r\t")
-    lines = [line for line in text.splitlines()[:20] if line.strip()]
-    what = ""
-    if lines and lines[0][0] in "{[":
-        with contextlib.suppress(ValueError):
-            json.JSONDecoder().raw_decode(text)
-            what = "JSON, one record a line or an array; rename it to .jsonl or .json"
-    cells = [re.split(r"[\t,;]", line) for line in lines]
-    named = len(COLUMNS & {cell.strip(' "').lower() for cell in cells[0]}) if cells else 0
-    if named > 1 or (len(lines) > 2 and len({line.count("\t") for line in lines} - {0}) == 1
-                     and all("\t" in line for line in lines)):  # fmt: skip
-        what = "a table; rename it to .csv or .tsv"
-    if what:
-        raise UserError(f"--corpus-file {path} looks like {what}, or give --corpus-format lines")
+def format_of(path: Path | None) -> str:
+    """--corpus-format by the file's name. Raises `UserError` for lines that look like records."""
+    if path is None or suffix_of(path) in (".jsonl", ".json", *TABLES):
+        return "jsonl" if path else "lines"
+    text = map_corpus(path)[:CHUNK].decode("utf-8", errors="ignore").lstrip("\ufeff \r\n\t")
+    lines, kind = [re.sub('"[^"]*"', "", line) for line in text.splitlines()[:20] if line], ""
+    # Prose has a blank behind a comma, and not the same number of them in all lines.
+    cells = {len(re.findall(r"\t|[,;](?=\S|$)", line)) for line in lines}
+    if re.match(r'\[\s*[\[{"]|\{\s*"[^"\n]*"\s*:', text):
+        kind = "JSON; call it .jsonl (a record a line) or .json"
+    elif len(lines) > 1 and len(cells) == 1 and cells != {0}:
+        kind = "a table; call it .csv or .tsv"
+    refuse(kind, f"--corpus-file {path} looks like {kind}, or give --corpus-format lines")
     return "lines"
 
 
-def plain_bytes(path: Path) -> bytes | mmap.mmap:
-    """A file's bytes, mapped, unzipped if need be. Raises `UserError` if it cannot be read.
-
-    A map costs each rank address space, not memory: the pages belong to the operating system and
-    are shared by all ranks of a machine.
-    """
+def map_corpus(path: Path) -> bytes | mmap.mmap:
+    """A file's bytes, unzipped if need be. They are mapped, which costs each rank address space and
+    not memory: the pages are shared by all ranks of a machine. Raises `UserError`."""
+    refuse(path.exists() and not path.is_file(), f"--corpus-file {path} is not a regular file")
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"--corpus-file {path} is not a regular file")
         with open(path, "rb") as file:
-            raw = map_file(file)
-        if raw[:2] != b"\x1f\x8b":
-            return raw
-        with gzip.open(path) as unzipped:
-            return spill(iter(lambda: unzipped.read(CHUNK), b""))
+            zipped = file.read(2) == b"\x1f\x8b"
+            return spill(gzip.open(path)) if zipped else map_file(file)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"--corpus-file {path}: {reason_of(error)}") from None
 
@@ -1509,192 +1347,146 @@ def spill(pieces: Iterable[bytes]) -> bytes | mmap.mmap:
         return map_file(file)
 
 
+def records_of(path: Path) -> Iterator[Any]:
+    """The records of a table, or of a .json file: an array, or objects one after another. Raises
+    `ValueError` for what is none."""
+    kind = suffix_of(path)
+    if kind == ".parquet":
+        if not importlib.util.find_spec("datasets"):
+            raise ValueError("parquet needs a package: pip install datasets; or write .jsonl")
+        from datasets import Dataset
+
+        yield from Dataset.from_parquet(str(path), keep_in_memory=True)
+        return
+    text, gap, at = map_corpus(path)[:].decode("utf-8-sig"), re.compile(r"[\s,]*"), 0
+    if kind != ".json":
+        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[kind == ".tsv"])
+        return
+    while (at := gap.match(text, at).end()) < len(text):
+        value, at = json.JSONDecoder().raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]
+
+
 def read_corpus(settings: Settings) -> tuple[bytes | mmap.mmap, str]:
     """The corpus as UTF-8 with LF and no byte-order mark, one record a line for jsonl; its name.
-
-    Raises `UserError` with line and byte offset of the first byte that is not UTF-8.
-    """
-    s = settings
-    if not s.corpus_file:
-        return builtin_text(s.builtin), "built-in text"
-    if suffix_of(s.corpus_file) in TABLES and s.corpus_format == "jsonl":
-        return spill(table_rows(s.corpus_file)), str(s.corpus_file)
-    raw, name, line = plain_bytes(s.corpus_file), str(s.corpus_file), 1
-    end = 0
-    while end < len(raw):  # in pieces that end behind a whole character
-        begin, end = end, min(end + CHUNK, len(raw))
-        for _ in range(3):
-            end -= end < len(raw) and raw[end] & 0xC0 == 0x80
-        piece = raw[begin:end]
+    Raises `UserError`."""
+    path = settings.corpus_file
+    if not path:
+        return builtin_text(settings.builtin), "built-in text"
+    if settings.corpus_format == "jsonl" and suffix_of(path) in (".json", *TABLES):
         try:
-            piece.decode("utf-8")
+            rows = (json.dumps(row, default=str).encode() for row in records_of(path))
+            return spill(row + b"\n" for row in rows), str(path)
+        except Exception as error:  # of json, csv, or datasets
+            raise UserError(f"{path}: {reason_of(error)}") from None
+    raw = map_corpus(path)
+    lines = clean_lines(raw, str(path)) if raw else iter(())
+    if raw[:3] == BOM or (raw and (raw.find(b"\r\n") >= 0 or raw[-1:] == b"\r")):
+        return spill(lines), str(path)
+    collections.deque(lines, maxlen=0)  # nothing to change, but it looks at all of them
+    return raw, str(path)
+
+
+def clean_lines(raw: mmap.mmap, name: str) -> Iterator[bytes]:
+    """The lines, without byte-order mark, CRLF as LF. Raises `UserError` with line and byte offset
+    of the first byte that is not UTF-8."""
+    raw.seek(0)
+    offset = 0
+    for number, line in enumerate(iter(raw.readline, b""), 1):
+        try:
+            line.decode("utf-8")
         except UnicodeDecodeError as error:
-            line += piece.count(b"\n", 0, error.start)
             utf16 = raw[:2] in (b"\xff\xfe", b"\xfe\xff")
             hint = "the file looks like UTF-16; " if utf16 else ""
             raise UserError(
-                f"{name}, line {line}, byte offset {begin + error.start}: "
-                f"byte 0x{piece[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
+                f"{name}, line {number}, byte offset {offset + error.start}: byte "
+                f"0x{line[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
             ) from None
-        line += piece.count(b"\n")
-    if raw[:3] == BOM or raw.find(b"\r\n") >= 0:
-        raw = spill(with_line_feeds(raw))
-    if s.corpus_format == "jsonl":
-        first = raw[: raw.find(b"\n") + 1 or len(raw)].strip()
-        if first[:1] == b"[" or (first[:1] == b"{" and not is_json(first)):
-            raw = spill(json_records(raw, name))
-    return raw, name
-
-
-def with_line_feeds(raw: bytes | mmap.mmap) -> Iterator[bytes]:
-    """Pieces without byte-order mark, CRLF as LF."""
-    rest = b""
-    for at in range(len(BOM) if raw[:3] == BOM else 0, len(raw), CHUNK):
-        piece = rest + raw[at : at + CHUNK]
-        rest = b"\r" if piece.endswith(b"\r") else b""  # its LF may begin the next piece
-        yield piece[: len(piece) - len(rest)].replace(b"\r\n", b"\n")
-    yield rest
-
-
-def table_rows(path: Path) -> Iterator[bytes]:
-    """The rows of a table as lines of JSON, through the package datasets."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"--corpus-file {path}: reading a table needs a package: pip install datasets; or write "
-            'it as JSON lines, one {"prompt": ..., "completion": ...} a row'
-        ) from None
-    options = {"sep": "\t"} if suffix_of(path) == ".tsv" else {}
-    datasets.disable_progress_bars()
-    try:
-        with tempfile.TemporaryDirectory() as cache:
-            table = datasets.load_dataset(
-                TABLES[suffix_of(path)], data_files=str(path), split="train", cache_dir=cache,
-                keep_in_memory=True, **options,
-            )  # fmt: skip
-            for row in table:
-                yield json.dumps(row, ensure_ascii=False, default=str).encode("utf-8") + b"\n"
-    except Exception as error:  # of pandas, pyarrow, the disk
-        raise UserError(f"--corpus-file {path}: {reason_of(error)}") from None
-
-
-def json_records(raw: bytes | mmap.mmap, name: str) -> Iterator[bytes]:
-    """The records of an array, or of pretty-printed JSON, as one line each."""
-    text, decoder, at = raw[:].decode("utf-8"), json.JSONDecoder(), 0
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            line = text.count("\n", 0, getattr(error, "pos", at)) + 1
-            raise UserError(f"{name}, line {line}: not JSON ({reason_of(error)})") from None
-        for item in value if isinstance(value, list) else [value]:
-            yield json.dumps(item, ensure_ascii=True).encode("ascii") + b"\n"
-        at = re.compile(r"[\s,]*").match(text, at).end()
-
-
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def is_utf8(text: str) -> bool:
-    """Whether it holds no lone surrogate, as JSON's \\ud800 makes one."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+        offset += len(line)
+        line = line.removeprefix(BOM) if number == 1 else line
+        yield line.rstrip(b"\r\n") + b"\n" if line.endswith((b"\r\n", b"\r")) else line
 
 
 class Samples(Sequence):
     """The samples of a corpus: `samples[i]` is a text, or with `parse` what it makes of the line.
+    Blank lines are skipped, and counted in `blank`. With `document`, a range of bytes, that is the
+    only sample, and not closed by EOS.
 
     Holds the offsets of first and last byte only (uint32 below 4 GiB: 8 bytes a sample); the text
-    is cut out of the map when it is asked for. Blank lines are skipped, and counted in `blank`. A
-    `document` is one sample with all its lines, and not closed by EOS.
+    is cut out of the map when it is asked for.
     """
 
-    def __init__(
-        self, buffer: bytes | mmap.mmap, name: str = "", parse: Callable | None = None,
-        document: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, buffer: Any, name: str = "", parse: Any = None, document: Any = None):
         self.buffer, self.name, self.parse, self.blank = buffer, name, parse, 0
         self.closed, self.parsed_sizes = document is None, None
-        offsets = "I" if len(buffer) < 2**32 else "Q"
-        starts, ends = array.array(offsets), array.array(offsets)
-        if document:
-            starts.append(document[0])
-            ends.append(document[1])
-        at = 0 if document is None else len(buffer)
-        while at < len(buffer):  # in pieces that end behind a line feed
+        offsets, at = "I" if len(buffer) < 2**32 else "Q", 0
+        starts, ends = (array.array(offsets, [edge]) for edge in document or (0, 0))
+        if not document:
+            del starts[0], ends[0]
+        while at < len(buffer) and not document:  # in pieces that end behind a line feed
             stop = buffer.find(b"\n", min(at + CHUNK, len(buffer))) + 1 or len(buffer)
             block = np.frombuffer(buffer, np.uint8, stop - at, at)
-            feeds = np.flatnonzero(block == ord("\n"))
-            first = np.concatenate(([0], feeds + 1))
-            last = np.concatenate((feeds, [len(block)]))
-            if first[-1] == len(block):  # nothing behind the last line feed
-                first, last = first[:-1], last[:-1]
+            last = np.flatnonzero(block == ord("\n"))
+            if block[-1] != ord("\n"):  # the file's last line
+                last = np.append(last, len(block))
+            first = np.append(0, last[:-1] + 1)
             # A line whose bytes are all at most 32 holds nothing but spaces and control bytes.
             texts = np.maximum.reduceat(block, first) > 32
-            self.blank += int(len(texts) - texts.sum())
+            self.blank += len(texts) - int(texts.sum())
             starts.frombytes((first[texts] + at).astype(offsets).tobytes())
             ends.frombytes((last[texts] + at).astype(offsets).tobytes())
             at = stop
-        self.starts = np.frombuffer(starts, dtype=offsets)
-        self.ends = np.frombuffer(ends, dtype=offsets)
+        self.starts, self.ends = (np.frombuffer(x, dtype=offsets) for x in (starts, ends))
         if parse:  # every line once, so that a bad one is found now and not after an hour
-            sizes = np.array([len(text_of(self[i]).encode("utf-8")) for i in range(len(self))], int)
+            sizes = np.array([self._parsed_size(i) for i in range(len(self))], np.int64)
             self.blank += int((sizes == 0).sum())
             self.starts, self.ends = self.starts[sizes > 0], self.ends[sizes > 0]
             self.parsed_sizes = sizes[sizes > 0]
+
+    def _parsed_size(self, index: int) -> int:
+        try:
+            return len(text_of(self[index]).encode("utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            surrogate = "a lone surrogate is no character"
+            reason = surrogate if isinstance(error, UnicodeError) else reason_of(error)
+            raise UserError(f"{self.where(index)}: {reason}") from None
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Any:
         raw = self.buffer[int(self.starts[index]) : int(self.ends[index])]
-        if not self.parse:
-            return raw.decode("utf-8", errors="strict" if self.closed else "ignore")
-        try:
+        if self.parse:
             return self.parse(json.loads(raw))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.where(index)}: {reason_of(error)}") from None
+        return raw.decode("utf-8", errors="ignore")  # a document may be cut inside a character
 
     def where(self, index: int) -> str:
         """File and line of a sample."""
         line = self.buffer[: int(self.starts[index])].count(b"\n") + 1
-        return f"{self.name}, line {line}"
+        converted = self.parse and suffix_of(Path(self.name)) in (".json", *TABLES)
+        return f"{self.name}, {'record' if converted else 'line'} {line}"
 
     def sizes(self, ids: Any) -> np.ndarray:
         """UTF-8 bytes of the samples `ids` (a slice or an array), int64."""
         if self.parsed_sizes is not None:
-            return self.parsed_sizes[ids].astype(np.int64)
+            return self.parsed_sizes[ids]
         return self.ends[ids].astype(np.int64) - self.starts[ids].astype(np.int64)
 
     def tokens(self, index: int, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` up to `end` of a sample, uint16: its bytes, then EOS."""
         if self.closed:
-            text = self[index]
-            return encode(text if isinstance(text, str) else text_of(text))[begin:end]
+            return encode(text_of(self[index]))[begin:end]
         start, stop = int(self.starts[index]), int(self.ends[index])
         raw = self.buffer[start + begin : min(start + end, stop)]
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
 
 class Without:
-    """The numbers 0 … size-1 without some of them (sorted); holds only those left out.
-
-    Like an array, it is indexed by a number or by an array of numbers.
-    """
+    """The numbers 0 … size-1 without some of them (sorted); holds only those left out. Like an
+    array, it is indexed by a number or by an array of numbers."""
 
     def __init__(self, size: int, left_out: np.ndarray) -> None:
-        self.size = size - len(left_out)
-        self.jumps = np.array(left_out, dtype=np.int64)
-        self.jumps -= np.arange(len(left_out))
+        self.size, self.jumps = size - len(left_out), left_out - np.arange(len(left_out))
 
     def __len__(self) -> int:
         return self.size
@@ -1705,26 +1497,18 @@ class Without:
 
 def hold_out(size: int, fraction: float, seed: int) -> np.ndarray:
     """Sorted positions of the validation samples, int64: one at random out of each stretch.
-
-    Exactly `round(size * fraction)`, but at least one sample is left for training.
-    """
+    Exactly `round(size * fraction)`, but at least one sample is left for training."""
     count = min(round(size * fraction), max(size - 1, 0))
-    random, held_out = np.random.default_rng([seed, 1]), np.empty(count, dtype=np.int64)
-    for begin in range(0, count, SAMPLES_AT_ONCE):
-        end = min(begin + SAMPLES_AT_ONCE, count)
-        edges = np.arange(begin, end + 1) * size // count
-        steps = random.random(end - begin) * np.diff(edges)
-        held_out[begin:end] = edges[:-1] + steps.astype(np.int64)
-    return held_out
+    edges = np.arange(count + 1) * size // max(count, 1)
+    steps = np.random.default_rng([seed, 1]).random(count) * np.diff(edges)
+    return edges[:-1] + steps.astype(np.int64)
 
 
 class TokenWindows(Dataset):
-    """Windows of `seq_len` byte tokens over samples; item `i` is `(i, tokens)`.
-
-    Neighbours overlap by one token: a window of T tokens predicts T - 1 of them, so that every
-    token of a stream, but for its first, is predicted exactly once. A stream is one sample, or with
-    `joined` all of them, each closed by EOS, one after another.
-    """
+    """Windows of `seq_len` byte tokens over samples; item `i` is `(i, tokens)`. Neighbours overlap
+    by one token: a window of T tokens predicts T - 1 of them, so that every token of a stream, but
+    for its first, is predicted exactly once. A stream is one sample, or with `joined` all of them,
+    each closed by EOS, one after another."""
 
     def __init__(self, samples: Samples, ids: Any, seq_len: int, joined: bool = False) -> None:
         self.samples, self.ids, self.seq_len, self.joined = samples, ids, seq_len, joined
@@ -1739,16 +1523,15 @@ class TokenWindows(Dataset):
     def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        stream = int(self.windows_up_to.searchsorted(index, side="right"))
-        window = index - (int(self.windows_up_to[stream - 1]) if stream else 0)
+        i = int(self.windows_up_to.searchsorted(index, side="right"))  # the stream
+        window = index - (int(self.windows_up_to[i - 1]) if i else 0)
         begin, parts, wanted = window * (self.seq_len - 1), [], self.seq_len
-        if not self.joined:
-            return index, self.samples.tokens(int(self.ids[stream]), begin, begin + wanted)
-        i = int(self.ends.searchsorted(begin, side="right"))
-        begin -= int(self.ends[i - 1]) if i else 0
+        if self.joined:  # the sample in which the window begins
+            i = int(self.ends.searchsorted(begin, side="right"))
+            begin -= int(self.ends[i - 1]) if i else 0
         while wanted and i < len(self.ids):
             parts.append(self.samples.tokens(int(self.ids[i]), begin, begin + wanted))
-            i, begin, wanted = i + 1, 0, wanted - len(parts[-1])
+            i, begin, wanted = i + 1, 0, (wanted - len(parts[-1])) * self.joined
         return index, np.concatenate(parts)
 
 
@@ -1764,29 +1547,21 @@ class Data:
 
 
 def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = False) -> Data:
-    """Reads the corpus and splits it: into bytes, or into the tokens of a `tokenizer`.
-
-    Every rank does the same and gets the same; nothing here depends on the rank. Raises
-    `UserError` for anything that cannot be trained on.
-    """
-    s, counts = settings, Counter()
+    """Reads the corpus and splits it, for the tiny model or for the one of a `tokenizer`. Every
+    rank does and gets the same. Raises `UserError` for what cannot be trained on."""
+    s, counts, crc32 = settings, Counter(), 0
     buffer, name = read_corpus(s)
-    crc32 = 0
     for at in range(0, len(buffer), CHUNK):
         crc32 = zlib.crc32(buffer[at : at + CHUNK], crc32)
-    identity = f"{len(buffer)} bytes, crc32 {crc32:08x}"
-    if s.corpus_format == "document":  # its tail is held out
+    if s.corpus_format == "document":
         cut = len(buffer) - round(len(buffer) * s.val_fraction)
-        parts = [Samples(buffer, name, document=d) for d in ((0, cut), (cut, len(buffer)))]
-        held_out, summary = None, f"document of {len(buffer):,} bytes, the last "
-        summary += f"{len(buffer) - cut:,} held out"
-        sources = [(part, range(int(part.sizes(slice(1))[0] > 0))) for part in parts]
+        parts = [Samples(buffer, name, document=part) for part in ((0, cut), (cut, len(buffer)))]
+        sources = [(part, np.arange(int(part.sizes(slice(1))[0] > 0))) for part in parts]
+        summary = f"document of {len(buffer):,} bytes, the last {len(buffer) - cut:,} held out"
     else:
-        parse = read_record if s.corpus_format == "jsonl" else None
-        texts = Samples(buffer, name, parse)
-        if not len(texts):
-            blank = counted(texts.blank, "blank line")
-            raise UserError(f"{name} holds no samples: {counted(len(buffer), 'byte')}, {blank}")
+        texts = Samples(buffer, name, read_record if s.corpus_format == "jsonl" else None)
+        summary = f"{counted(len(texts), 'sample')}, {counted(texts.blank, 'blank line')} skipped"
+        refuse(not len(texts), f"{name}, {counted(len(buffer), 'byte')}: {summary}")
         dropped = np.zeros(0, dtype=np.int64)
         for begin in () if tokenizer else range(0, len(texts), SAMPLES_AT_ONCE):
             tokens = texts.sizes(slice(begin, begin + SAMPLES_AT_ONCE)) + 1
@@ -1799,23 +1574,19 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
         held_out = kept[hold_out(len(kept), s.val_fraction, s.seed)]
         left_out = np.union1d(dropped, held_out) if len(dropped) else held_out
         sources = [(texts, Without(len(texts), left_out)), (texts, held_out)]
-        summary = (
-            f"{counted(len(texts), 'sample')}, {len(held_out):,} held out, "
-            f"{counted(texts.blank, 'blank line')} skipped"
-        )
+        summary = summary.replace(", ", f", {len(held_out):,} held out, ", 1)
     if tokenizer:
-        sets = [TokenizedSamples(*source, tokenizer, s, counts, show_progress)
-                for source in sources]  # fmt: skip
+        sets = [TokenizedSamples(*part, tokenizer, s, counts, show_progress) for part in sources]
     elif s.overlong == "split":  # documents are always split
-        sets = [TokenWindows(*source, s.seq_len, joined=s.pack) for source in sources]
+        sets = [TokenWindows(*part, s.seq_len, joined=s.pack) for part in sources]
     else:
-        sets = [IndexedTextDataset(*source) for source in sources]
+        sets = [IndexedTextDataset(*part) for part in sources]
     if not len(sets[0]):
         raise UserError(
             f"{name}: nothing can be trained on in {summary}; longer than --seq-len {s.seq_len} "
             f"tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}"
         )
-    if counts["overlong"] and not (s.pack and not tokenizer):
+    if counts["overlong"] and (tokenizer or not s.pack):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
         summary += f"; {counts['overlong']:,} longer than {s.seq_len} tokens {done}"
         if s.overlong != "split":
@@ -1823,89 +1594,87 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
             summary += f" ({counted(counts['lost'], 'token')} lost{remedy})"
     if counts["unlabelled"]:
         summary += f"; {counts['unlabelled']:,} without a token to predict left out"
-    for rule in (*ANSWERS_FOUND, "tools that the chat template ignores"):
-        if counts[rule]:
-            summary += f"; {rule}: {counted(counts[rule], 'sample')}"
-    return Data(*sets, summary, identity, chat=any(counts[rule] for rule in ANSWERS_FOUND))
+    for note in (*ANSWERS_FOUND, TOOLS_IGNORED):
+        summary += f"; {note}: {counted(counts[note], 'sample')}" if counts[note] else ""
+    chat = any(counts[rule] for rule in ANSWERS_FOUND)
+    return Data(*sets, summary, f"{len(buffer)} bytes, crc32 {crc32:08x}", chat)
 
 
 def read_record(record: Any) -> str | dict:
-    """A record in one of the `SHAPES` as a text, or as {"messages": …, "tools": …}.
-
-    Raises `ValueError` that names what is wrong with it.
-    """
+    """A record in one of the `SHAPES` as a text, or as {"messages": …, "tools": …}. Raises
+    `ValueError` that names what is wrong with it."""
     if not isinstance(record, dict):
-        raise ValueError(f"a record is an object like {SHAPES}, not {json.dumps(record)[:40]}")
+        raise ValueError(f"{json.dumps(record)[:40]} is no record: one of {SHAPES}")
+    keys = ", ".join(name + " (null)" * (record[name] is None) for name in record) or "no keys"
+    record = {name: value for name, value in record.items() if value is not None}
     if "text" in record:
         if not isinstance(record["text"], str):
             raise ValueError(f"text is {json.dumps(record['text'])[:40]}, not a string")
-        if not is_utf8(record["text"]):
-            raise ValueError("text holds a lone surrogate, which is no character")
         return record["text"]
     if "messages" in record:
-        messages = record["messages"]
+        messages = record.pop("messages")
+        record.pop("system", None)
     elif "conversations" in record:
-        turns = record["conversations"]
-        if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
-            raise ValueError("conversations is not a list of objects")
-        messages = [
-            {"role": ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")}
-            if "from" in t else t for t in turns
-        ]  # fmt: skip
+        messages = [read_turn(turn) for turn in record["conversations"]]
     elif {"prompt", "completion"} <= record.keys():
         messages = []
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             part = record[name]
             messages += part if isinstance(part, list) else [{"role": role, "content": part}]
     elif {"instruction", "output"} <= record.keys():
-        question = "\n\n".join(record[k] or "" for k in ("instruction", "input") if record.get(k))
-        messages = [{"role": "user", "content": question},
-                    {"role": "assistant", "content": record["output"]}]  # fmt: skip
-        if record.get("system"):
-            messages.insert(0, {"role": "system", "content": record["system"]})
+        question = record["instruction"]
+        question = f"{question}\n\n{record['input']}" if record.get("input") else question
+        messages = [{"role": "user", "content": question}]
+        messages += [{"role": "assistant", "content": record["output"]}]
     else:
-        raise ValueError(f"found {', '.join(record) or 'no keys'}; a record is one of {SHAPES}")
+        raise ValueError(f"found {keys}; a record is one of {SHAPES}")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list of at least one message")
-    tools = record.get("tools")
+    if record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}, *messages]
+    tools = record.get("tools") or None
     if isinstance(tools, str):
-        tools = json.loads(tools)
-    return {
-        "messages": [read_message(m, i + 1) for i, m in enumerate(messages)], "tools": tools or None
-    }  # fmt: skip
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ValueError("tools is not JSON") from None
+    messages = [read_message(message, i + 1) for i, message in enumerate(messages)]
+    json.dumps([messages, tools], ensure_ascii=False).encode("utf-8")  # raises for lone surrogates
+    return {"messages": messages, "tools": tools}
+
+
+def read_turn(turn: Any) -> dict:
+    """A turn {"from", "value"} as a message."""
+    if not isinstance(turn, dict) or turn.get("from") not in ROLES:
+        raise ValueError(f"{json.dumps(turn)[:40]} is not from one of {', '.join(ROLES)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return others | {"role": ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def read_message(message: Any, number: int) -> dict:
     """A message with text as content, and the arguments of its tool calls as objects."""
-    where = f"message {number}"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"{where} has no role; it needs role and content")
-    message, content = dict(message), message.get("content")
+        raise ValueError(f"message {number} has no role; it needs role and content")
+    message = json.loads(json.dumps(message))  # a copy
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"message {number}: tool_calls is not a list of objects")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else json.dumps(part)[:40]
-                raise ValueError(f"{where}: only text parts can be read, not {kind}")
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(f"message {number}: only text parts can be read, not {kind!r}")
         content = "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        content = ""  # templates join strings
+    content = "" if content is None and calls else content  # templates join strings
     if not isinstance(content, str):
-        raise ValueError(f"{where}: content is {json.dumps(content)[:40]}, not a text")
-    if not is_utf8(content):
-        raise ValueError(f"{where}: content holds a lone surrogate, which is no character")
-    message["content"] = content
-    if message.get("tool_calls"):
-        message["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
-        for call in calls:
-            if isinstance(call.get("function"), dict):
-                call["function"] = dict(call["function"])
-            function = call.get("function") or call
-            if isinstance(function.get("arguments"), str):  # else a template would encode it twice
-                with contextlib.suppress(ValueError):
-                    function["arguments"] = json.loads(function["arguments"])
-    else:
-        message.pop("tool_calls", None)
-    return message
+        raise ValueError(f"message {number}: content is {json.dumps(content)[:40]}, not a text")
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):  # else a template would encode it twice
+            with contextlib.suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+    message = {name: value for name, value in message.items() if name != "tool_calls"}
+    return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def text_of(content: str | dict) -> str:
@@ -1914,15 +1683,14 @@ def text_of(content: str | dict) -> str:
         return content
     texts = []
     for message in content["messages"]:
-        calls = [json.dumps(c.get("function", c)) for c in message.get("tool_calls", ())]
+        calls = [json.dumps(call.get("function", call)) for call in message.get("tool_calls", ())]
         texts += [part for part in (message["content"], *calls) if part]
     return "\n".join(texts)
 
 
-# ------------------------------------------------------------------------------------------
-# Chats: what of a conversation is learned
-# ------------------------------------------------------------------------------------------
+# ---- Chats: what of a conversation is learned ----------------------------------------------------
 
+TOOLS_IGNORED = "tools that the chat template ignores"
 MARKED, APPENDED, ONE_BY_ONE = ANSWERS_FOUND = (
     "answers marked by the chat template",
     "answers found as what the chat template appends",
@@ -1930,16 +1698,13 @@ MARKED, APPENDED, ONE_BY_ONE = ANSWERS_FOUND = (
 )
 
 
-def answers_of(
-    tokenizer: Any, conversation: dict, counts: Counter
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """A conversation as texts with the spans of characters in them that are to be learned.
+def answers_of(tokenizer: Any, conversation: dict, counts: Counter) -> list[tuple[str, list]]:
+    """A conversation as texts, each with the spans of characters in it that are to be learned.
 
     Some templates mark what the assistant says. Else an answer is what rendering the conversation
     *with* it adds to rendering it *without* it, generation prompt included. A template that
     rewrites what was said before, as those of reasoning models do, gives a text for each answer:
-    the conversation up to it, as the model will be asked, and the answer. A span ends with the
-    token at which generation will stop. Raises `ValueError` for what the template refuses.
+    the conversation up to it, as the model will be asked, and the answer. Raises `ValueError`.
     """
     if not tokenizer.chat_template:
         raise ValueError("chat data needs a tokenizer with a chat template: an -Instruct model")
@@ -1947,39 +1712,46 @@ def answers_of(
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     whole = render(tokenizer, conversation, messages)
     if conversation["tools"]:
-        bare = render(tokenizer, {**conversation, "tools": None}, messages)
-        counts["tools that the chat template ignores"] += bare == whole
+        bare = render(tokenizer, conversation | {"tools": None}, messages)
+        counts[TOOLS_IGNORED] += bare == whole
     befores = [prompt_before(tokenizer, conversation, i) for i in said]
     afters = [render(tokenizer, conversation, messages[: i + 1]) for i in said]
     rule, texts = MARKED, [whole] * len(said)
     spans = marked_spans(tokenizer, conversation, whole)
-    if len(spans) != len(said):
+    if not spans or len(spans) != len(said):
         rule, spans = APPENDED, [(len(b), len(a)) for b, a in zip(befores, afters)]
         if not all(a.startswith(b) and whole.startswith(a) for b, a in zip(befores, afters)):
-            rule = ONE_BY_ONE
-            # A prompt may open the answer with more than the template puts before one that is over.
-            texts = [b + a[len(os.path.commonprefix([b, a])) :] for b, a in zip(befores, afters)]
+            rule, texts = ONE_BY_ONE, []
+            for i, before, after in zip(said, befores, afters):
+                # Where an answer begins: two of them differ at once. The prompt may open it.
+                two = ([*messages[:i], {"role": "assistant", "content": x}] for x in "xy")
+                begin = common(*(render(tokenizer, conversation, messages) for messages in two))
+                rest, opened = after[begin:], before[begin:].strip()
+                texts.append(before + (rest.removeprefix(opened).lstrip() if opened else rest))
             spans = [(len(before), len(text)) for before, text in zip(befores, texts)]
-    for k, (i, (begin, end)) in enumerate(zip(said, spans)):
-        end, ending = closed(tokenizer, conversation, i, texts[k], begin, end)
-        texts[k] = texts[k][:end] + ending if ending else texts[k]
-        spans[k] = (begin, end + len(ending))
-    learned = [messages[i].get("weight", 1) != 0 and messages[i].get("train", True) for i in said]
-    if rule == ONE_BY_ONE:
-        found = [(text, [span]) for text, span, wanted in zip(texts, spans, learned) if wanted]
-    else:  # all are the same text; the last may have been given an ending
-        found = [(texts[-1] if said else whole, [s for s, wanted in zip(spans, learned) if wanted])]
-    counts[rule] += len(found)
+    for k, i in enumerate(said):
+        texts[k], end = closed(tokenizer, conversation, i, texts[k], *spans[k])
+        spans[k] = (spans[k][0], end)
+    answers = [messages[i] for i in said]
+    learned = [m.get("weight") != 0 and m.get("train") is not False for m in answers]
+    found = [(text, [span]) for text, span, wanted in zip(texts, spans, learned) if wanted]
+    if rule != ONE_BY_ONE:  # one text; the last answer may have been given an ending
+        found = [(max(texts, key=len, default=whole), [span for _, [span] in found])]
+    counts[rule] += len(found) * bool(said)
     return found
+
+
+def common(a: str, b: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def render(tokenizer: Any, conversation: dict, messages: list[dict], prompt: bool = False) -> str:
     """Messages in the tokenizer's chat template, with the tools of the conversation."""
     messages = [{k: v for k, v in m.items() if k not in ("weight", "train")} for m in messages]
+    options = {"tools": conversation["tools"], "add_generation_prompt": prompt}
     try:
-        return tokenizer.apply_chat_template(
-            messages, conversation["tools"], tokenize=False, add_generation_prompt=prompt
-        )
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # of the template language, for a role it does not know
         raise ValueError(f"the chat template refuses the record: {reason_of(error)}") from None
 
@@ -2002,35 +1774,27 @@ def marked_spans(tokenizer: Any, conversation: dict, text: str) -> list[tuple[in
     """The spans of characters inside {% generation %} of a template, none if it has no such."""
     if not re.search(r"{%-?\s*generation\s*-?%}", tokenizer.chat_template):
         return []
-    marks = tokenizer.apply_chat_template(
-        conversation["messages"], conversation["tools"], return_dict=True,
-        return_assistant_tokens_mask=True,
-    )["assistant_masks"]  # fmt: skip
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = encoded["offset_mapping"]
-    edges = np.flatnonzero(np.diff([0, *marks, 0]))
-    return [(offsets[a][0], offsets[b - 1][1]) for a, b in zip(edges[::2], edges[1::2])]
+    options = {"tools": conversation["tools"], "return_assistant_tokens_mask": True}
+    encoded = tokenizer.apply_chat_template(conversation["messages"], return_dict=True, **options)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets, edges = offsets["offset_mapping"], np.diff([0, *encoded["assistant_masks"], 0])
+    begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    return [(offsets[a][0], offsets[b - 1][1]) for a, b in zip(begins, ends)]
 
 
-def closed(
-    tokenizer: Any, conversation: dict, i: int, text: str, begin: int, end: int
-) -> tuple[int, str]:
-    """(end of the answer `text[begin:end]` to message `i`, what to add so that it ends).
-
-    It ends behind its last special token. Without one, the token that opens the next turn closes
-    it: it follows in the text, or the template is asked what would. Raises `ValueError` if there is
-    none, for a model would learn never to stop.
-    """
+def closed(tokenizer: Any, conversation: dict, i: int, text: str, begin: int, end: int):
+    """(text, end) so that the answer `text[begin:end]` ends where generation will stop: behind its
+    last special token. Without one, the token that opens the next turn closes it: it follows in the
+    text, or the template is asked what would. Raises `ValueError` if there is none."""
     tokens = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
     special = "|".join(map(re.escape, tokens | set(tokenizer.all_special_tokens)))
     if own := re.search(rf"({special})(?=\s*$)", text[begin:end]):
-        return begin + own.end(), ""
-    if following := re.match(rf"\s*({special})", text[end:]):
-        return end + following.end(), ""
-    messages = [*conversation["messages"][: i + 1], {"role": "user", "content": "a"}]
-    before, after = (render(tokenizer, conversation, m) for m in (messages[:-1], messages))
-    if after.startswith(before) and (opening := re.match(rf"\s*({special})", after[len(before) :])):
-        return end, opening.group()
+        return text, begin + own.end()
+    asked = [*conversation["messages"][: i + 1], {"role": "user", "content": "a"}]
+    said = render(tokenizer, conversation, asked[:-1])
+    for rest in (text[end:], render(tokenizer, conversation, asked)[len(said) :]):
+        if opening := re.match(rf"\s*({special})", rest):
+            return max(text, text[:end] + opening.group(), key=len), end + opening.end()
     raise ValueError(
         "the chat template closes an answer with no special token, so that a model trained with it "
         "would never stop; use another template, or add the tokenizer's EOS behind an answer"
@@ -2038,21 +1802,18 @@ def closed(
 
 
 def tokenize(
-    tokenizer: Any, contents: Sequence[str | dict], counts: Counter,
-    where: Callable[[int], str] = lambda i: f"record {i + 1}",
-) -> list[list[tuple[np.ndarray, np.ndarray]]]:  # fmt: skip
-    """For each text or conversation, its samples as (token ids uint32 [T], learned bool [T]).
-
-    Of a text, every token is learned, and the EOS behind it; of a conversation, the answers.
-    """
+    tokenizer: Any, contents: Sequence, counts: Counter, where: Callable = "record {}".format
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """For each text or conversation, its samples as (token ids uint32 [T], learned bool [T]). Of a
+    text, every token is learned, and the EOS behind it; of a conversation, the answers."""
     rows: list[list] = [[] for _ in contents]
     texts = [i for i, content in enumerate(contents) if isinstance(content, str)]
     if texts:
         encoded = tokenizer([contents[i] for i in texts], verbose=False)["input_ids"]
         for i, ids in zip(texts, encoded):
-            if not ids or ids[-1] != tokenizer.eos_token_id:
-                ids = [*ids, tokenizer.eos_token_id]
-            rows[i].append((np.array(ids, np.uint32), np.ones(len(ids), bool)))
+            end = [] if ids and ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+            ids = np.array([*ids, *end], np.uint32)
+            rows[i].append((ids, np.ones(len(ids), bool)))
     chats = []
     for i, content in enumerate(contents):
         if not isinstance(content, str):
@@ -2061,15 +1822,19 @@ def tokenize(
             except ValueError as error:
                 raise UserError(f"{where(i)}: {error}") from None
     if chats:
-        encoded = tokenizer(
-            [text for _, text, _ in chats], add_special_tokens=False, return_offsets_mapping=True,
-            verbose=False,
-        )  # fmt: skip
-        for (i, _, spans), ids, offsets in zip(
-            chats, encoded["input_ids"], encoded["offset_mapping"]
-        ):
+        options = {"return_offsets_mapping": True, "verbose": False, "add_special_tokens": False}
+        encoded = tokenizer([text for _, text, _ in chats], **options)
+        for k, (i, text, spans) in enumerate(chats):
+            ids, offsets = encoded["input_ids"][k], encoded["offset_mapping"][k]
+            cuts = [0, *(first for first, _ in spans), len(text)]
+            if any(a < cut < b for a, b in offsets for cut in cuts):
+                # A token that lies across the begin of an answer is another one when it is asked.
+                parts = [tokenizer(text[a:b], **options) for a, b in itertools.pairwise(cuts)]
+                ids = [token for part in parts for token in part["input_ids"]]
+                shifted = zip(parts, cuts)
+                offsets = [(a + at, b + at) for p, at in shifted for a, b in p["offset_mapping"]]
             begin, end = np.array(offsets).reshape(-1, 2).T
-            learned = np.zeros(len(ids), bool)
+            learned = np.zeros(len(begin), bool)
             for first, last in spans:
                 learned |= (first <= begin) & (begin < end) & (end <= last)
             rows[i].append((np.array(ids, np.uint32), learned))
@@ -2086,25 +1851,17 @@ def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
     return sorted(ends)
 
 
-# ------------------------------------------------------------------------------------------
-# Samples of tokens, and the collator of Qwen
-# ------------------------------------------------------------------------------------------
+# ---- Samples of tokens, and the collator of Qwen -------------------------------------------------
 
 
 def fit(ids: np.ndarray, learned: np.ndarray, settings: Settings, counts: Counter) -> list:
-    """Cuts a sample to --seq-len: a list of none, one or several (ids, learned).
-
-    Pieces of a split sample overlap by one token, so that each token is predicted once. A piece
-    that predicts nothing is left out. `counts` notes what was done.
-    """
-    length, overlong = settings.seq_len, settings.overlong
-    starts: Sequence[int] = [0]
+    """Cuts a sample to --seq-len: a list of none, one or several (ids, learned). Pieces overlap by
+    one token, so that each token is predicted once; one that predicts nothing is left out."""
+    length, overlong, starts = settings.seq_len, settings.overlong, range(1)
     if len(ids) > length:
         counts["overlong"] += 1
         counts["lost"] += len(ids) - length * (overlong == "truncate")
-        starts = {"truncate": [0], "drop": [], "split": range(0, len(ids) - 1, length - 1)}[
-            overlong
-        ]
+        starts = range({"truncate": 1, "drop": 0, "split": len(ids) - 1}[overlong])[:: length - 1]
     pieces = [(ids[i : i + length], learned[i : i + length]) for i in starts]
     kept = [piece for piece in pieces if piece[1][1:].any()]
     counts["unlabelled"] += len(pieces) - len(kept)
@@ -2112,73 +1869,57 @@ def fit(ids: np.ndarray, learned: np.ndarray, settings: Settings, counts: Counte
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs samples into windows: for each window, the numbers of its samples.
-
-    Best fit, longest first: each sample goes into the fullest window that still takes it. Bit k of
-    `free` says that some window has k tokens left, so the best window is one shift and one lowest
-    bit away.
-    """
+    """Packs samples into windows: for each window, the numbers of its samples. Best fit, longest
+    first: each sample goes into the fullest window that still takes it."""
     windows: list[list[int]] = []
-    with_room: dict[int, list[list[int]]] = {}
-    free = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if fitting := free >> int(lengths[i]):
-            room = int(lengths[i]) + (fitting & -fitting).bit_length() - 1
-            window = with_room[room].pop()
-            if not with_room[room]:
-                free &= ~(1 << room)
-        else:
-            room, window = capacity, []
-            windows.append(window)
-        window.append(i)
-        room -= int(lengths[i])
-        with_room.setdefault(room, []).append(window)
-        free |= 1 << room
+    rooms: list[tuple[int, int, int]] = []  # (tokens left, −when, window), sorted
+    for when, i in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        place = bisect.bisect_left(rooms, (lengths[i],))
+        if place == len(rooms):
+            windows.append([])
+            rooms.append((capacity, 0, len(windows) - 1))
+        room, _, window = rooms.pop(place)
+        windows[window].append(i)
+        if room > lengths[i]:
+            bisect.insort(rooms, (room - lengths[i], -when, window))
     return windows
 
 
 class TokenizedSamples(Dataset):
-    """Samples as tokens; item `i` is `(record_id, pieces)`, a piece being (ids, learned).
-
-    One piece an item, or with --pack as many as fill a window. All are held in memory, on every
-    rank: 4 bytes a token, of which the highest bit says whether it is learned, and 8 a piece.
-    """
+    """Samples as tokens; item `i` is `(record_id, pieces)`, a piece being (ids, learned): one, or
+    with --pack as many as fill a window. All are held in memory, on every rank: 4 bytes a token, of
+    which the highest bit says whether it is learned, and 12 a piece."""
 
     AT_ONCE, LEARNED = 1000, np.uint32(1 << 31)
 
     def __init__(
-        self, samples: Samples, part: Any, tokenizer: Any, settings: Settings, counts: Counter,
-        show_progress: bool = False,
-    ) -> None:  # fmt: skip
+        self, samples: Samples, part: Any, tokenizer: Any, settings: Settings, counts: Counter, bar
+    ) -> None:
         from tqdm import tqdm
 
-        tokens, lengths, records = array.array("I"), array.array("I"), array.array("I")
-        starts = range(0, len(part), self.AT_ONCE)
-        for begin in tqdm(starts, "tokenizing", leave=False, delay=2, disable=not show_progress):
+        tokens, lengths, records = (array.array("I") for _ in range(3))
+        for begin in tqdm(
+            range(0, len(part), self.AT_ONCE), "tokenizing", delay=2, disable=not bar
+        ):
             ids = [int(part[k]) for k in range(begin, min(begin + self.AT_ONCE, len(part)))]
-            rows = tokenize(
-                tokenizer, [samples[i] for i in ids], counts, lambda k: samples.where(ids[k])  # noqa: B023
-            )
+            where = functools.partial(lambda ids, k: samples.where(ids[k]), ids)
+            rows = tokenize(tokenizer, [samples[i] for i in ids], counts, where)
             for i, row in zip(ids, rows):
                 for piece, learned in [p for sample in row for p in fit(*sample, settings, counts)]:
                     tokens.frombytes((piece | learned * self.LEARNED).tobytes())
                     lengths.append(len(piece))
                     records.append(i)
         self.tokens, self.records = np.frombuffer(tokens, np.uint32), np.frombuffer(records, "I")
-        self.ends = np.cumsum(np.frombuffer(lengths, np.uint32), dtype=np.uint64)
-        self.windows = best_fit(lengths, settings.seq_len) if settings.pack else None
+        self.edges = np.append(0, np.cumsum(np.frombuffer(lengths, "I"), dtype=np.int64))
+        self.windows = best_fit(lengths, settings.seq_len) if settings.pack else range(len(records))
 
     def __len__(self) -> int:
-        return len(self.ends if self.windows is None else self.windows)
+        return len(self.windows)
 
     def __getitem__(self, index: int) -> tuple[int, list]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        window = [index] if self.windows is None else self.windows[index]
-        pieces = []
-        for i in window:
-            piece = self.tokens[int(self.ends[i - 1]) if i else 0 : int(self.ends[i])]
-            pieces.append((piece & ~self.LEARNED, piece >= self.LEARNED))
+        window = np.atleast_1d(self.windows[index])
+        pieces = [self.tokens[self.edges[i] : self.edges[i + 1]] for i in window]
+        pieces = [(piece & ~self.LEARNED, piece >= self.LEARNED) for piece in pieces]
         return int(self.records[window[0]]), pieces
 
 
@@ -2212,15 +1953,14 @@ def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
         for row, pieces in enumerate(rows):
             at = 0
             for number, (ids, learned) in enumerate(pieces):
-                end = at + len(ids)
-                ids = torch.from_numpy(ids.astype(np.int64))
-                input_ids[row, at:end] = ids
-                # The first token of a piece has nothing before it to be predicted from.
-                wanted = torch.from_numpy(learned[1:])
-                labels[row, at + 1 : end] = torch.where(wanted, ids[1:], IGNORE)
-                positions[row, at:end] = torch.arange(len(ids))
-                segments[row, at:end] = 1 + number + row * shape[1]  # 0: padding
-                at = end
+                here = slice(at, at + len(ids))
+                input_ids[row, here] = torch.from_numpy(ids.astype(np.int64))
+                wanted = torch.from_numpy(learned)
+                labels[row, here] = torch.where(wanted, input_ids[row, here], IGNORE)
+                labels[row, at] = IGNORE  # nothing stands before it to predict it from
+                positions[row, here] = torch.arange(len(ids))
+                segments[row, here] = 1 + number + row * shape[1]  # 0: padding
+                at += len(ids)
         real = segments > 0
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # position t predicts token t + 1
         inputs = {"input_ids": input_ids, "position_ids": positions, "segments": segments}
@@ -2229,20 +1969,17 @@ def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
             targets = targets[real]
         elif all(len(pieces) == 1 for pieces in rows):
             inputs = {"input_ids": input_ids}  # padding stands behind what attends: no mask needed
-        learned_at = (targets.flatten() != IGNORE).nonzero()[:, 0]  # (learned,)
-        inputs |= {"learned": learned_at, "targets": targets.flatten()[learned_at]}
-        return {
-            "input_ids": input_ids, "labels": labels, "attention_mask": real.long(),
-            "record_ids": torch.tensor([record_id for record_id, _ in items] or [-1]),
-            "tokens": int(real.sum()) - sum(len(pieces) for pieces in rows), "inputs": inputs,
-        }  # fmt: skip
+        places = (targets.flatten() != IGNORE).nonzero()[:, 0]  # (learned,)
+        batch = {"input_ids": input_ids, "labels": labels, "attention_mask": real.long()}
+        batch["record_ids"] = torch.tensor([record_id for record_id, _ in items] or [-1])
+        batch["tokens"] = int(real.sum()) - sum(len(pieces) for pieces in rows)
+        batch["inputs"] = inputs | {"learned": places, "targets": targets.flatten()[places]}
+        return batch
 
     return collate_fn
 
 
-# ------------------------------------------------------------------------------------------
-# Qwen with LoRA
-# ------------------------------------------------------------------------------------------
+# ---- Qwen with LoRA ------------------------------------------------------------------------------
 
 
 class FrozenHeadLoss(torch.autograd.Function):
@@ -2258,25 +1995,24 @@ class FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor):
         """hidden [N, D], head [D → V], targets int64 [N] → scalar, summed up in float64."""
-        weight, bias = head.weight, head.bias
+        weight, chunk = head.weight, FrozenHeadLoss.CHUNK
         total = torch.zeros((), dtype=sum_dtype(hidden.device), device=hidden.device)
         gradient = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-        buffer = weight.new_empty(min(FrozenHeadLoss.CHUNK, len(hidden)), len(weight))
+        buffer = weight.new_empty(min(chunk, len(hidden)), len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            for at in range(0, len(hidden), FrozenHeadLoss.CHUNK):
-                rows = hidden[at : at + FrozenHeadLoss.CHUNK].to(weight.dtype)  # (C, D)
-                target = targets[at : at + FrozenHeadLoss.CHUNK, None]  # (C, 1)
+            for at in range(0, len(hidden), chunk):
+                rows = hidden[at : at + chunk].to(weight.dtype)  # (C, D)
+                target = targets[at : at + chunk, None]  # (C, 1)
                 logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])  # (C, V)
-                if bias is not None:
-                    logits += bias
+                if head.bias is not None:
+                    logits += head.bias
                 logits = logits.float()  # fp32: no copy, all that follows is in place
                 top = logits.amax(1, keepdim=True)
                 chosen = logits.gather(1, target)
                 normalizer = logits.sub_(top).exp_().sum(1, keepdim=True)
                 total += (normalizer.log() + top - chosen).sum(dtype=total.dtype)
                 p = logits.div_(normalizer).to(weight.dtype)  # at most 1: fp16 cannot overflow
-                part = gradient[at : at + FrozenHeadLoss.CHUNK]
-                part.copy_(torch.mm(p, weight)).sub_(weight[target[:, 0]])  # p W − W_t
+                gradient[at : at + chunk] = torch.mm(p, weight).sub_(weight[target[:, 0]])
         ctx.save_for_backward(gradient)
         ctx.dtype = hidden.dtype
         return total
@@ -2295,132 +2031,118 @@ class CausalLMWithLoss(nn.Module):
         self.model = peft_model
 
     def forward(
-        self, input_ids: torch.Tensor, learned: torch.Tensor, targets: torch.Tensor,
-        position_ids: torch.Tensor | None = None, segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """input_ids int64 [B, T] → mean cross-entropy in nats, 0 without any target.
-
-        learned int64 [n]: the places, in the flattened [B·T], whose next token counts, and targets
-        int64 [n], these tokens. segments int64 [B, T]: a token sees the earlier ones of its own
-        segment only, and its position counts within that.
-        """
-        mask = None
-        if segments is not None:
-            mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()  # (B, 1, T, T)
+        self, input_ids: torch.Tensor, learned: torch.Tensor, targets: torch.Tensor, **context: Any
+    ) -> torch.Tensor:
+        """input_ids int64 [B, T] → mean cross-entropy in nats, 0 without any target. learned int64
+        [n]: the places, in the flattened [B·T], whose next token counts; targets int64 [n], these
+        tokens. `context` may hold segments int64 [B, T], where a token sees the earlier ones of its
+        own segment only, and position_ids [B, T], which count within that."""
+        segments = context.pop("segments", None)
+        if segments is not None:  # (B, 1, T, T)
+            context["attention_mask"] = segments[:, None, :, None] == segments[:, None, None, :]
+            context["attention_mask"] = context["attention_mask"].tril()
         causal = self.model.get_base_model()  # the adapters sit inside it
-        hidden = causal.base_model(
-            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state.flatten(0, 1)  # (B·T, D)
+        output = causal.base_model(input_ids=input_ids, use_cache=False, **context)
+        hidden = output.last_hidden_state.flatten(0, 1)  # (B·T, D)
         total = FrozenHeadLoss.apply(hidden[learned], causal.get_output_embeddings(), targets)
         return total / max(len(targets), 1)
 
 
 def load_base(settings: Settings, attention: str = "sdpa") -> tuple[Any, Any]:
-    """The base model and its tokenizer, from a local folder or by id from the hub.
-
-    Runs no code from the model's repository. Raises `UserError` for whatever keeps it from being
-    a causal model that can be used here.
-    """
+    """The base model and its tokenizer, from a local folder or by id from the hub. Runs no code
+    from there. Raises `UserError` for what keeps it from being a causal model to be used here."""
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    def require(good: Any, problem: str) -> None:
+        remedy = "a folder that save_pretrained wrote needs no network: --base-model FOLDER"
+        refuse(not good, f"--base-model {name}: {problem}; {remedy}")
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # PEFT asks transformers by a name that is on its way out.
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
     name, folder = settings.base_model, Path(settings.base_model).expanduser()
-    trouble, local = f"--base-model {name}", folder.is_dir()
-    remedy = "; a folder that save_pretrained wrote needs no network: --base-model FOLDER"
-    if local and not (folder / "config.json").is_file():
-        raise UserError(f"{trouble}: the folder has no config.json{remedy}")
-    a_path = folder.is_absolute() or len(folder.parts) != 2 or folder.parent.is_dir()
-    if not local and ((a_path and "/" in name) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)):
-        raise UserError(f"{trouble}: no such folder{remedy}")
-    if local:  # run.json, checkpoints and adapter_config.json keep it: absolute
+    offline = folder.is_dir()
+    if offline:
+        require((folder / "config.json").is_file(), "the folder has no config.json")
+        # Checkpoints, run.json and adapter_config.json keep it: absolute.
         settings.base_model = name = str(folder.resolve())
-    options = {"local_files_only": local or hub_is_unknown(), "trust_remote_code": False}
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    else:
+        an_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+        require(an_id and not ("/" in name and folder.parent.is_dir()), "no such folder")
+        if not HF_HUB_OFFLINE and not urllib.request.getproxies():  # a proxy resolves names itself
+            try:  # the hub's client would try again for a minute
+                socket.getaddrinfo(urllib.parse.urlsplit(ENDPOINT).hostname, None)
+            except OSError:
+                offline = True
+    options = {"local_files_only": offline, "trust_remote_code": False}
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtypes[settings.precision], attn_implementation=attention,
-            output_loading_info=True, **options,
-        )  # fmt: skip
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        options |= {"dtype": dtype[settings.precision], "attn_implementation": attention}
+        options |= {"output_loading_info": True}
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # of the hub, the disk, the parser: one line for any of them
-        raise UserError(f"{trouble}: {type(error).__name__}: {reason_of(error)}{remedy}") from None
-    if report["missing_keys"]:  # transformers would go on with random values
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise UserError(f"{trouble}: the files lack the weights {missing}{remedy}")
-    if not tokenizer("a")["input_ids"]:  # transformers makes up an empty one
-        raise UserError(f"{trouble}: the folder has no tokenizer{remedy}")
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise UserError(f"{trouble}: it needs a fast tokenizer with an EOS token")
+        require(False, f"{type(error).__name__}: {reason_of(error)}")
+    missing = ", ".join(sorted(report["missing_keys"])[:3])
+    require(not missing, f"the files lack the weights {missing}")  # transformers invents them
+    require(tokenizer("a")["input_ids"], "the folder has no tokenizer")  # or an empty one
+    good = tokenizer.is_fast and tokenizer.eos_token_id is not None
+    require(good, "it needs a fast tokenizer with an EOS token")
     rows, largest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
-    if largest >= rows:  # on a GPU an assertion after which nothing works any more
-        raise UserError(f"{trouble}: its tokenizer has token {largest}, its embedding {rows} rows")
-    window = getattr(model.config, "sliding_window", None)
-    if window and settings.seq_len > window:
-        raise UserError(f"{trouble}: a token sees the last {window}; lower --seq-len to that")
+    # On a GPU this is an assertion after which nothing works any more.
+    require(largest < rows, f"its tokenizer has token {largest}, its embedding {rows} rows")
+    window = getattr(model.config, "sliding_window", None) or math.inf
+    require(settings.seq_len <= window, f"a token sees the last {window} only; lower --seq-len")
     with torch.no_grad():
         probe = torch.tensor([[1, 2], [1, 3]])
         logits = model(probe, use_cache=False).logits  # (2, 2, V)
         plain = model.get_output_embeddings()(model.base_model(probe, use_cache=False)[0])
     # What a causal model says of the first token cannot know the second.
-    if not torch.allclose(logits[0, 0], logits[1, 0], rtol=1e-3, atol=1e-3):
-        raise UserError(f"{trouble}: {type(model).__name__} is not a causal model")
-    if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3):
-        raise UserError(f"{trouble}: its logits are not the plain output of its head (soft caps?)")
+    causal = torch.allclose(logits[0, 0], logits[1, 0], rtol=1e-3, atol=1e-3)
+    require(causal, f"{type(model).__name__} is not a causal model")
+    plain = torch.allclose(logits, plain, rtol=1e-3, atol=1e-3)
+    require(plain, "its logits are not the plain output of its head (soft caps?)")
     return model, tokenizer
 
 
-def hub_is_unknown() -> bool:
-    """Whether the hub's name does not resolve, which its client would try again for a minute."""
-    import urllib.parse
-    import urllib.request
-
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    if not HF_HUB_OFFLINE and not urllib.request.getproxies():  # a proxy resolves names itself
-        try:
-            socket.getaddrinfo(urllib.parse.urlsplit(ENDPOINT).hostname, None)
-        except OSError:
-            return True
-    return False
-
-
 def attention_for(launch: Launch, precision: str) -> str:
-    """PyTorch's attention, or where CUDA has no flash kernel, the same with repeated keys.
+    """The name of our attention for transformers, whose own looks for packed samples in every
+    forward pass, which waits for the GPU, and lets PyTorch share key heads among query heads, which
+    only flash kernels can do without keeping all T² scores (sdp_utils.cpp): they need 16 bits and
+    compute capability 8.0. Elsewhere the heads are repeated."""
+    from transformers import AttentionInterface
 
-    Without a mask transformers leaves it to PyTorch to share key heads among query heads, which
-    the memory-efficient kernel refuses (sdp_utils.cpp): all T² scores would be kept. It takes
-    repeated heads. Flash kernels need 16 bits and compute capability 8.0.
-    """
-    if launch.device.type != "cuda" or torch.version.hip or (
-        precision != "fp32" and torch.cuda.get_device_capability(launch.device) >= (8, 0)
-    ):  # fmt: skip
-        return "sdpa"
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register("sdpa_repeated", repeated_attention)
-    AttentionMaskInterface.register("sdpa_repeated", sdpa_mask)
-    launch.choose("attention", "keys and values repeated", "no flash kernel for this GPU and type")
-    return "sdpa_repeated"
+    repeat = launch.device.type == "cuda" and not torch.version.hip
+    if repeat and precision != "fp32":
+        repeat = torch.cuda.get_device_capability(launch.device) < (8, 0)
+    if repeat:
+        launch.choose("attention", "repeats keys and values", "no flash kernel for GPU and type")
+    AttentionInterface.register("causal", functools.partial(causal_attention, repeat=repeat))
+    return "causal"
 
 
-def repeated_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+def causal_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    repeat: bool = False,
     **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query [B, H, T, D], key and value [B, H / n, T, D] → [B, T, H, D]."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    causal = attention_mask is None and query.shape[2] > 1
-    mixed = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling
-    )
-    return mixed.transpose(1, 2).contiguous(), None
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, T, D], key and value [B, H / n, T, D], mask bool → [B, T, H, D]."""
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and (repeat or mask is not None):
+        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+        shared = 1
+    causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    options = {"is_causal": causal, "scale": scaling, "enable_gqa": shared > 1}
+    mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
+    return mixed.transpose(1, 2), None
 
 
 def add_lora(model: Any, settings: Settings) -> Any:
@@ -2428,21 +2150,15 @@ def add_lora(model: Any, settings: Settings) -> Any:
     from peft import LoraConfig, get_peft_model
 
     embeddings = (model.get_output_embeddings(), model.get_input_embeddings())
-    linear = {
-        name.rpartition(".")[2] for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in embeddings
-    }  # fmt: skip
+    modules = [pair for pair in model.named_modules() if pair[1] not in embeddings]
+    linear = {name.rpartition(".")[2] for name, m in modules if isinstance(m, nn.Linear)}
     targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
     wrong = [name for name in targets if name not in linear]
-    if wrong or not targets:  # PEFT overlooks a wrong name beside a right one
-        raise UserError(
-            f"--lora-targets: no Linear layer is called {', '.join(wrong) or '(nothing)'}; this "
-            f"model has {', '.join(sorted(linear))}"
-        )
-    config = LoraConfig(
-        r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
-        target_modules=targets, bias="none", task_type="CAUSAL_LM",
-    )  # fmt: skip
+    refuse(  # PEFT overlooks a wrong name beside a right one
+        wrong or not targets,
+        f"--lora-targets: no Linear layer is called {', '.join(wrong) or '(nothing)'}; this model "
+        f"has {', '.join(sorted(linear))}",
+    )
     if settings.gradient_checkpointing:
         # Not reentrant: DDP then sees each gradient once, and frozen embeddings may come first.
         options: dict = {"use_reentrant": False}
@@ -2450,6 +2166,9 @@ def add_lora(model: Any, settings: Settings) -> Any:
             options["context_fn"] = keep_products
         enable = getattr(model, "activation_checkpointing_enable", None)  # its newer name
         (enable or model.gradient_checkpointing_enable)(options)
+    scale = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}
+    scale |= {"lora_dropout": settings.lora_dropout}
+    config = LoraConfig(target_modules=targets, bias="none", task_type="CAUSAL_LM", **scale)
     return get_peft_model(model, config, autocast_adapter_dtype=True)
 
 
@@ -2457,15 +2176,11 @@ def keep_products() -> tuple:
     """What selective checkpointing keeps: matrix products and attention; the rest is cheap."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    names = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention",
-             "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-             "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
-    kept = {getattr(torch.ops.aten, n).default for n in names if hasattr(torch.ops.aten, n)}
-
     def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         """Called for every operator of a layer's forward pass."""
-        must = operator in kept
-        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+        name = operator.name()
+        keep = name in ("aten::mm", "aten::addmm", "aten::bmm") or "scaled_dot_product" in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -2478,40 +2193,32 @@ def frozen_checksum(model: nn.Module) -> str:
             values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
             crc32 = zlib.crc32(values.numpy(), crc32)
     return f"{crc32:08x}"
-
-
-@torch.no_grad()
-def qwen_answer(
-    peft_model: Any, tokenizer: Any, prompt: str | np.ndarray, chat: bool, base: bool = False,
-    length: int = 48,
-) -> str:  # fmt: skip
-    """A greedy continuation by up to `length` tokens; with `chat`, the answer to a question.
-
-    `prompt`: a text, or token ids as they are. With `base`, the adapter is switched off: what the
-    model said before it was trained.
-    """
-    if isinstance(prompt, str) and chat:
-        turn = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    if isinstance(prompt, str):
-        prompt = np.array(tokenizer(prompt, add_special_tokens=not chat)["input_ids"])
-    ids = torch.from_numpy(prompt.astype(np.int64))[None].to(peft_model.device)
-    was_training, ends = peft_model.training, end_tokens(tokenizer, chat)
-    peft_model.eval()
-    with peft_model.disable_adapter() if base else contextlib.nullcontext():
-        tokens = peft_model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length,
-            do_sample=False, eos_token_id=ends, pad_token_id=ends[0],
-        )  # fmt: skip
-    peft_model.train(was_training)
-    return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-# ------------------------------------------------------------------------------------------
-# Runs: what is trained on what
-# ------------------------------------------------------------------------------------------
+# ---- Runs: what is trained on what ---------------------------------------------------------------
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # tokens
+
+
+def use_cores(launch: Launch, asked: int | None) -> None:
+    """Gives each rank of a machine its share of the cores, and lets it keep freed memory."""
+    affinity = getattr(os, "sched_getaffinity", None)  # the cores we may use; Linux only
+    cores, ranks = len(affinity(0)) if affinity else os.cpu_count() or 1, launch.local_world_size
+    threads = max(1, cores // ranks)
+    why = f"{counted(cores, 'core')} / {counted(ranks, 'rank')} on this machine"
+    # torchrun sets OMP_NUM_THREADS=1 for several processes when the user did not set it; a user's
+    # own 1 looks the same, so use --threads 1.
+    omp = os.environ.get("OMP_NUM_THREADS", "")
+    by_torchrun = omp == "1" and ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if asked:
+        threads, why = asked, "--threads"
+    elif omp.isdecimal() and int(omp) > 0 and not by_torchrun:
+        threads, why = int(omp), "OMP_NUM_THREADS"
+    torch.set_num_threads(threads)
+    launch.choose("threads", f"{threads} per rank", why)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if launch.device.type == "cpu" and hasattr(libc, "mallopt"):  # glibc; numbers from malloc.h
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        launch.choose("allocator", "keeps freed memory", "the kernel would clear it every update")
 
 
 @dataclasses.dataclass
@@ -2525,7 +2232,7 @@ class Run:
     collate: Callable[[Sequence], dict]
     sample: Callable[[], str]  # some generated text
     save: Callable[[Path], None]  # writes the trained weights
-    show: Callable[[], list[tuple[str, bool]]]  # a sample as (text, learned?) parts
+    show: Callable[[], list[tuple[str, bool]]]  # a training sample, as (text, learned?) parts
     notes: list[tuple[str, str]]  # rows of the header
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     frozen: str = ""  # checksum of the weights that are not trained
@@ -2546,27 +2253,29 @@ def build_tiny(launch: Launch, settings: Settings) -> Run:
     torch.manual_seed(s.seed)
     model = TinyCausalTransformer(s.d_model, s.layers, s.heads, s.dropout, s.seq_len)
     count = sum(p.numel() for p in model.parameters())
+
+    def sample() -> str:
+        length = min(SAMPLE_LENGTH, s.seq_len)
+        return repr(SAMPLE_PROMPT + generate(model, SAMPLE_PROMPT, length, s.seed))
+
+    def show() -> list[tuple[str, bool]]:
+        tokens = tiny_collator([data.train[0]], s.seq_len)["input_ids"][0]
+        text = bytes(token for token in tokens.tolist() if token < PAD)
+        return [(text.decode("utf-8", errors="replace"), True)]
+
     sent = f"{4 * count / 1e6:.2f} MB all-reduced an update"
-    return Run(
-        launch, s, data, model.to(launch.device),
-        collate=functools.partial(tiny_collator, seq_len=s.seq_len),
-        sample=lambda: repr(SAMPLE_PROMPT + generate(
-            model, SAMPLE_PROMPT, min(SAMPLE_LENGTH, s.seq_len), s.seed
-        )),
-        save=functools.partial(save_tiny, model),
-        show=lambda: [(decode(tiny_collator([data.train[0]], s.seq_len)["input_ids"][0]), True)],
-        notes=[
-            ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
-            ("gradients", sent if launch.world_size > 1 else "none sent"),
-        ],
-    )  # fmt: skip
+    notes = [
+        ("model", f"tiny, {count:,} parameters, all trained, seed {s.seed}"),
+        ("gradients", sent if launch.world_size > 1 else "none sent"),
+    ]
+    collate = functools.partial(tiny_collator, seq_len=s.seq_len)
+    save = functools.partial(save_tiny, model)
+    return Run(launch, s, data, model.to(launch.device), collate, sample, save, show, notes)
 
 
 def build_qwen(launch: Launch, settings: Settings) -> Run:
-    """A pretrained causal model with LoRA adapters, and its data. Ranks meet.
-
-    Rank 0 loads first, so that a download happens once; the others then find the files.
-    """
+    """A pretrained causal model with LoRA adapters, and its data. Ranks meet: rank 0 loads first,
+    so that a download happens once, and the others then find the files."""
     s = settings
     if launch.rank:
         dist.barrier()
@@ -2574,68 +2283,56 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
     if launch.rank == 0 and launch.world_size > 1:
         dist.barrier()
     on_terminal = launch.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-    data = build_data(s, tokenizer, on_terminal)
+    data = build_data(s, tokenizer, show_progress=on_terminal)
     torch.manual_seed(s.seed)
     peft_model = add_lora(base, s).to(launch.device)
     # from_pretrained leaves eval mode on, in which transformers checkpoints no gradients.
     model = CausalLMWithLoss(peft_model).train()
-    count = sum(p.numel() for _, p in trained_parameters(model))
-    total = sum(p.numel() for p in model.parameters())
-    frozen = frozen_checksum(model)
 
     def sample() -> str:
-        """An answer to a held-out question, or the continuation of a text."""
-        if not data.chat:
-            return repr(qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, False))
-        _, [(ids, learned), *_] = (data.validation if len(data.validation) else data.train)[0]
-        question = ids[: int(learned.argmax())]
-        answer = qwen_answer(peft_model, tokenizer, question, True)
-        return f"{tokenizer.decode(question)[-SAMPLE_LENGTH:]!r} → {answer!r}"
+        held_out = data.validation if len(data.validation) else data.train
+        for _, [(ids, learned), *_] in (held_out[i] for i in range(len(held_out))):
+            if not learned[0]:  # a question
+                question = ids[: int(learned.argmax())]
+                answer = qwen_answer(peft_model, tokenizer, question, chat=True)
+                return f"{tokenizer.decode(question)[-SAMPLE_LENGTH:]!r} → {answer!r}"
+        return repr(qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, chat=False))
 
     def show() -> list[tuple[str, bool]]:
-        """The first window, in parts that are learned or only read."""
         parts = []
-        for ids, learned in data.train[0][1]:
-            for wanted, group in itertools.groupby(zip(ids, learned), key=lambda pair: pair[1]):
-                parts.append((tokenizer.decode([int(i) for i, _ in group]), bool(wanted)))
+        for piece in data.train[0][1]:
+            for learned, tokens in itertools.groupby(zip(*piece), key=lambda pair: pair[1]):
+                parts.append((tokenizer.decode([int(i) for i, _ in tokens]), bool(learned)))
         return parts
+
+    def save(folder: Path) -> None:
+        save_qwen(peft_model, tokenizer, folder, s, data.chat)
 
     import peft
     import transformers
 
-    return Run(
-        launch, s, data, model, qwen_collator(tokenizer, s), sample,
-        save=lambda folder: save_qwen(peft_model, tokenizer, folder, s, data.chat), show=show,
-        notes=[
-            ("model", f"{s.base_model}, {count:,} of {total:,} parameters trained "
-                      f"({count / total:.2%}), seed {s.seed}"),
-            ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update, if there are several "
-                          f"ranks; full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"),
-            ("frozen", f"weights of crc32 {frozen}"),
-        ],
-        versions={"transformers": transformers.__version__, "peft": peft.__version__},
-        frozen=frozen,
-    )  # fmt: skip
-
-
-def decode(tokens: torch.Tensor) -> str:
-    """Byte tokens as text; EOS as a mark, padding left out."""
-    parts = bytes(t if t < PAD else 0 for t in tokens.tolist() if t != PAD)
-    return parts.decode("utf-8", errors="replace").replace("\0", "⏎")
+    count = sum(p.numel() for _, p in trained_parameters(model))
+    total, frozen = sum(p.numel() for p in model.parameters()), frozen_checksum(model)
+    part = f"{count:,} of {total:,} parameters trained ({count / total:.2%})"
+    full = f"full fine-tuning: {4 * (total - count) / 1e6:,.0f} MB"
+    notes = [
+        ("model", f"{s.base_model}, {part}, seed {s.seed}"),
+        ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update of several; {full}"),
+        ("frozen", f"weights of crc32 {frozen}"),
+    ]
+    versions = {"transformers": transformers.__version__, "peft": peft.__version__}
+    collate = qwen_collator(tokenizer, s)
+    return Run(launch, s, data, model, collate, sample, save, show, notes, versions, frozen)
 
 
 @torch.no_grad()
 def generate(
     model: TinyCausalTransformer, prompt: str, length: int, seed: int, temperature: float = 0.8
 ) -> str:
-    """A continuation of the prompt by up to `length` bytes, sampled; it ends at EOS.
-
-    Random numbers come from a generator of its own, so that sampling never changes the training.
-    """
-    device = model.lm_head.weight.device
-    random = torch.Generator().manual_seed(seed)
-    tokens = list(prompt.encode("utf-8"))
-    begin, was_training = len(tokens), model.training
+    """A continuation of the prompt by up to `length` bytes, sampled; it ends at EOS. Its random
+    numbers are its own, so that it never changes the training."""
+    random, tokens = torch.Generator().manual_seed(seed), list(prompt.encode("utf-8"))
+    begin, was_training, device = len(tokens), model.training, model.lm_head.weight.device
     # The last position of a window has nothing to predict in training, so it has learned nothing.
     trained_positions = model.config["seq_len"] - 1
     model.eval()
@@ -2651,178 +2348,254 @@ def generate(
     return bytes(tokens[begin:]).decode("utf-8", errors="replace")
 
 
+@torch.no_grad()
+def qwen_answer(
+    peft_model: Any, tokenizer: Any, prompt: Any, chat: bool, base: bool = False, length: int = 48
+) -> str:
+    """A greedy continuation by up to `length` tokens, with `chat` the answer to a question.
+    `prompt`: a text, or token ids. `base`: without the adapter, as before the training."""
+    if isinstance(prompt, str) and chat:
+        turn = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    if isinstance(prompt, str):
+        prompt = np.array(tokenizer(prompt, add_special_tokens=not chat)["input_ids"])
+    ids = torch.from_numpy(prompt.astype(np.int64))[None].to(peft_model.device)
+    was_training, ends = peft_model.training, end_tokens(tokenizer, chat)
+    options = {"max_new_tokens": length, "eos_token_id": ends, "pad_token_id": ends[0]}
+    peft_model.eval()
+    with peft_model.disable_adapter() if base else contextlib.nullcontext():
+        everything = torch.ones_like(ids)
+        tokens = peft_model.generate(
+            input_ids=ids, attention_mask=everything, do_sample=False, **options
+        )
+    peft_model.train(was_training)
+    return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
 def continue_prompt(settings: Settings) -> None:
     """--generate: what a finished run makes of the prompt; with LoRA, the base's answer too."""
     s, folder = settings, Path(settings.resume)
     if s.model == "tiny":
         print(s.generate + generate(load_tiny(folder), s.generate, SAMPLE_LENGTH, s.seed))
         return
-    if not (folder / "adapter" / "adapter_config.json").is_file():
-        raise UserError(f"{folder} has no adapter/: it is not a finished qwen run")
+    there = (folder / "adapter" / "adapter_config.json").is_file()
+    refuse(not there, f"{folder} has no adapter/: it is not a finished qwen run")
     base, tokenizer = load_base(s)
     about = json.loads((folder / "run.json").read_text("utf-8"))
-    base.requires_grad_(False)
-    require_same_base(about.get("frozen"), frozen_checksum(CausalLMWithLoss(base)), s)
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(base, str(folder / "adapter"))
-    chat = about.get("chat", False)
+    require_same_base(about["frozen"], frozen_checksum(CausalLMWithLoss(model)), s)
     for who, is_base in (("base", True), ("adapted", False)):
-        print(f"{who:8} {qwen_answer(model, tokenizer, s.generate, chat, is_base)}")
+        print(f"{who:8} {qwen_answer(model, tokenizer, s.generate, about['chat'], is_base)}")
 
 
 def require_same_base(before: str, now: str, settings: Settings) -> None:
     """Raises `UserError` if the adapters were trained over other weights than these."""
-    if before and before != now:
-        raise UserError(
-            f"--base-model {settings.base_model} has other weights (crc32 {now}) than the model "
-            f"that the run was trained over ({before}); name that one"
-        )
+    refuse(
+        before != now,
+        f"--base-model {settings.base_model} has other weights (crc32 {now}) than the model that "
+        f"the run was trained over ({before}); name that one",
+    )
 
 
-# ------------------------------------------------------------------------------------------
-# Checkpoints
-# ------------------------------------------------------------------------------------------
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+STATE = "model optimizer scaler random progress metrics settings corpus global_batch frozen".split()
 
 
-def open_place(place: str) -> tuple[Any, str]:
-    """(file system, path) of a folder or URL, through fsspec. Raises `UserError`."""
-    import fsspec
-
-    try:
-        fs, root = fsspec.core.url_to_fs(str(place))
-    except (ImportError, ValueError) as error:
-        raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
-    return fs, root.rstrip("/")
-
-
-def checkpoints_at(fs: Any, root: str) -> list[str]:
-    """Names of the checkpoints in a place, newest first."""
-    fs.invalidate_cache()
-    try:
-        names = [path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((name for name in names if re.fullmatch(r"step-\d+\.pt", name)), reverse=True)
+def patiently(function: Callable, *args: Any, **options: Any) -> Any:
+    """Calls what may fail now and then, as networks do, up to four times within seven seconds."""
+    for pause in (1, 2, 4, None):
+        try:
+            return function(*args, **options)
+        except Exception as error:  # every file system has its own kinds
+            if pause is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise
+            time.sleep(pause)
 
 
-def read_state(fs: Any, path: str) -> dict:
-    """One checkpoint. Raises `ValueError` if it is damaged.
+class Checkpoints:
+    """The checkpoints in a folder or at a URL of fsspec: files step-00000100.pt, all or nothing.
 
-    Plain tensors and plain types only: nothing in the file can run code. Its parts carry CRC-32s,
-    as in every zip file, which torch.load may not compare.
+    They are written beside the training, one at a time, under another name, and then moved. Only
+    then the old ones go: the `keep` newest stay, and the one with the best validation loss. A write
+    that fails is a warning, and tried again with the next one.
     """
-    try:
-        with patiently(fs.open, path, "rb") as file:
-            if bad := zipfile.ZipFile(file).testzip():
-                raise ValueError(f"the checksum of {bad} is wrong")
-            file.seek(0)
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        state["settings"]["model"], state["progress"]["step"], state["random"]
-        return state
-    except Exception as error:  # zipfile, torch and every file system have their own kinds
-        raise ValueError(reason_of(error)) from None
 
+    def __init__(self, place: str | Path, keep: int = 1) -> None:
+        import fsspec
 
-def newest_state(place: str, required: bool = True) -> dict | None:
-    """The newest undamaged state in a place; without `required`, None if it holds no checkpoint."""
-    fs, root = open_place(place)
-    notes = []
-    try:
-        for name in patiently(checkpoints_at, fs, root):
+        self.place, self.keep = str(place), keep
+        try:
+            self.fs, root = fsspec.core.url_to_fs(self.place)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
+        self.root, self.local = root.rstrip("/"), "file" in self.fs.protocol
+        self.worker, self.pending = ThreadPoolExecutor(1), None
+        self.state: dict = {}  # the newest that was to be saved, on the CPU
+        self.trouble = ""  # why it could not be
+
+    def names(self, pattern: str = r"step-\d+\.pt") -> list[str]:
+        """What is there, newest first. Raises `UserError` for a place that cannot be reached."""
+        try:
+            self.fs.invalidate_cache()
+            paths = patiently(self.fs.ls, self.root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except Exception as error:  # every file system has its own kinds
+            raise UserError(f"--checkpoint-dir {self.place}: {reason_of(error)}") from None
+        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
+        return sorted((name for name in names if re.fullmatch(pattern, name)), reverse=True)
+
+    def newest(self, named: str | None = None) -> dict | None:
+        """The newest undamaged state, or the named one; None if there is none at all. Raises
+        `UserError` if all are damaged. Plain tensors and plain types only: nothing in a file can
+        run code. Its parts carry CRC-32s, as in every zip file, that torch.load may not compare."""
+        notes = []
+        for name in [named] if named else self.names():
             try:
-                state = read_state(fs, f"{root}/{name}")
-                state["note"] = "; ".join([*notes, f"going on from {place}/{name}"])
-                state["root"] = root
-                return state
-            except ValueError as error:
-                notes.append(f"{name} is damaged ({error})")
-        if fs.glob(f"{root}/step-*/manifest.json"):
-            notes.append("checkpoints in folders are of an earlier version; begin a new run")
-    except Exception as error:  # every file system has its own kinds
-        notes.append(reason_of(error))
-    if not notes and not required:
+                with patiently(self.fs.open, f"{self.root}/{name}", "rb") as file:
+                    if bad := zipfile.ZipFile(file).testzip():
+                        raise ValueError(f"the checksum of {bad} is wrong")
+                    file.seek(0)
+                    state = torch.load(file, map_location="cpu", weights_only=True)
+                notes.append(f"going on from {self.place}/{name}")
+                return {key: state[key] for key in STATE} | {"note": "; ".join(notes)}
+            except Exception as error:  # zipfile, torch and every file system have their own kinds
+                notes.append(f"{name} is damaged or not there ({reason_of(error)})")
+        if self.names(r"step-\d+"):
+            notes.append(f"checkpoints in folders, as {self.place} has, are of an earlier version")
+        refuse(notes, f"--resume: {'; '.join(notes)}; no complete checkpoint in {self.place}")
         return None
-    problem = "; ".join([*notes, f"no complete checkpoint in {place}; see --save-every"])
-    raise UserError(f"--resume: {problem}")
+
+    def save(self, state: dict) -> None:
+        """Copies the state and hands the copy to the thread that writes."""
+        self.wait()
+        self.state = copy_to_cpu(state)
+        self.pending = self.worker.submit(self._write)
+
+    def wait(self) -> None:
+        """Waits until the newest state is written, or has failed to."""
+        if self.pending:
+            self.pending.result()
+
+    def secure(self, folder: Path) -> str:
+        """Sees to it that the newest state is somewhere. Returns what --resume may name for it.
+        Raises `WriteError` if it can be written nowhere."""
+        self.wait()
+        if not self.trouble:
+            return str(folder)
+        path = Path(tempfile.mkdtemp(prefix="checkpoint-"), self._name())
+        try:
+            write_file(path, lambda file: file.write(in_bytes(self.state)))
+        except WriteError:
+            raise WriteError(self.trouble) from None
+        return str(path)
+
+    def _name(self, step: str = "step") -> str:
+        return f"step-{self.state['progress'][step]:08d}.pt"
+
+    def _write(self) -> None:
+        final, content = f"{self.root}/{self._name()}", in_bytes(self.state)
+        try:
+            patiently(self.fs.makedirs, self.root, exist_ok=True)
+            if self.local:
+                write_file(Path(final), lambda file: file.write(content))
+            else:
+                patiently(self.fs.pipe_file, f"{final}.partial", bytes(content))
+                patiently(self.fs.mv, f"{final}.partial", final)
+            self.trouble = ""
+            # What is newer than this one is damaged, or of a course that the run has left.
+            kept = [name for name in self.names() if name <= self._name()][: self.keep]
+            for name in self.names(r"step-\d+\.pt(\.partial)?"):
+                if name not in (*kept, self._name("best_step")):
+                    patiently(self.fs.rm_file, f"{self.root}/{name}")
+        except Exception as error:  # every file system has its own kinds
+            self.trouble = f"cannot write a checkpoint to {self.place}: {reason_of(error)}"
+            say_error(f"warning: {self.trouble}; the next one will be tried again")
+
+    def close(self, folder: Path) -> None:
+        """Ends the thread; at a URL, puts the finished run's files there as well."""
+        self.wait()
+        self.worker.shutdown()
+        try:
+            for path in sorted(folder.rglob("*")) if not self.local else ():
+                if path.is_file():
+                    target = f"{self.root}/{path.relative_to(folder).as_posix()}"
+                    patiently(self.fs.makedirs, target.rpartition("/")[0], exist_ok=True)
+                    patiently(self.fs.put_file, str(path), target)
+        except Exception as error:  # every file system has its own kinds
+            problem = f"cannot write the results to {self.place}: {reason_of(error)}"
+            raise WriteError(f"{problem}; they are in {folder}") from None
+
+
+def in_bytes(content: dict) -> memoryview:
+    """What torch.save makes of it; written by ourselves, a full disk is called by its name."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getbuffer()
+
+
+def copy_to_cpu(value: Any) -> Any:
+    """A copy of nested dicts and lists with all tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_cpu(item) for key, item in value.items()}
+    return [copy_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 
 def state_to_resume(given: dict) -> dict | None:
-    """The state that --resume names, None if that is "auto" and nothing is there yet.
-
-    Fills in where the run goes on: in its own folder, unless a FILE is named or another folder.
-    """
-    source = str(given["resume"])
+    """The state that --resume names, None if that is "auto" and nothing is there yet. Fills in
+    where the run goes on: in its own folder, unless a FILE is named or another folder."""
+    source, name = str(given["resume"]).rstrip("/"), None
     if source == "auto":
-        if not given.get("output_dir"):
-            raise UserError("--resume auto needs --output-dir, the folder that it looks into")
-        place = given.get("checkpoint_dir") or place_of(str(given["output_dir"]))
-        return newest_state(place, required=False)
-    if source.endswith(".pt"):
-        try:
-            state = read_state(*open_place(source))
-        except ValueError as error:
-            raise UserError(f"--resume {source}: {error}") from None
-        state["note"] = f"a new run that begins at {source}"
-        state["settings"]["checkpoint_dir"] = None  # what lies there belongs to the other run
-        return state
-    place = place_of(source)
-    if place == source:
-        given.setdefault("checkpoint_dir", source)
-    else:
+        folder = given.get("output_dir")
+        refuse(not folder, "--resume auto needs --output-dir, the folder that it looks into")
+        place = given.get("checkpoint_dir") or f"{folder}/checkpoints"
+    elif source.endswith(".pt"):
+        place, _, name = source.rpartition("/")
+    elif Path(source, "run.json").exists():
         given.setdefault("output_dir", Path(source))
-    return newest_state(place)
+        place = saved_settings(source).get("checkpoint_dir") or f"{source}/checkpoints"
+    else:
+        place = source
+        given.setdefault("checkpoint_dir", source)
+    checkpoints = Checkpoints(place or ".")
+    state = checkpoints.newest(name)
+    missing = not state and source != "auto"
+    refuse(missing, f"--resume: no complete checkpoint in {place}; see --save-every")
+    if name:  # a new run: what lies there belongs to the other one
+        state["settings"]["checkpoint_dir"] = None
+    return state and state | {"root": None if name else checkpoints.root}
 
 
-def place_of(run: str) -> str:
-    """Where a run's checkpoints lie; a URL or a folder without run.json holds them itself."""
-    if "://" in run or not Path(run, "run.json").exists():
-        return run
-    place = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        place = json.loads(Path(run, "run.json").read_text("utf-8"))["settings"]["checkpoint_dir"]
-    return place or str(Path(run, "checkpoints"))
-
-
-def saved_settings(folder: Path) -> dict:
-    """The settings of a finished run, from its run.json. Raises `UserError`."""
+def saved_settings(folder: str) -> dict:
+    """The settings of a run, from its run.json. Raises `UserError`."""
     try:
-        saved = json.loads((folder / "run.json").read_text("utf-8"))["settings"]
-        flag_parser().parse_args(  # are they values that the command line would take?
-            f"--{name.replace('_', '-')}={value}" for name, value in saved.items()
-            if value is not None and not isinstance(value, bool)
-        )  # fmt: skip
+        saved = json.loads(Path(folder, "run.json").read_text("utf-8"))["settings"]
+        values = {n: v for n, v in saved.items() if v is not None and not isinstance(v, bool)}
+        # Are they what the command line would take?
+        flag_parser().parse_args(f"--{n.replace('_', '-')}={v}" for n, v in values.items())
         return saved
-    except UserError as error:
-        raise UserError(f"--resume {folder}: {error}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"--resume {folder}: no run with a run.json: {reason_of(error)}") from None
 
 
 def fit_to_checkpoint(run: Run) -> dict | None:
-    """The state to go on from, if it fits this run. Ranks meet.
-
-    Refuses another corpus or model, and a number of ranks that cannot keep the global batch;
-    otherwise the batch per rank and the accumulation are set so that it is kept.
-    """
+    """The state to go on from. Ranks meet. Refuses another corpus or base model, and a number of
+    ranks that cannot keep the global batch; otherwise batch and accumulation are set to keep it."""
     launch, s, state = run.launch, run.settings, run.settings.checkpoint
     steps = gather(state["progress"]["step"] if state else None, launch)
-    if len(set(steps)) > 1:
-        raise UserError(f"--resume: ranks found checkpoints of different updates, {steps}; name a "
-                        "folder or URL that all of them see")  # fmt: skip
+    problem = f"--resume: ranks found checkpoints of updates {steps}"
+    refuse(len(set(steps)) > 1, f"{problem}; name a place that all of them see")
     if not state:
         return None
     launch.say(f"{'resume':10} {state['note']}")
-    if state["corpus"] != run.data.identity:
-        raise UserError(
-            f"the interrupted run's corpus has {state['corpus']}, this one {run.data.identity}"
-        )
+    before, now = state["corpus"], run.data.identity
+    refuse(before != now, f"the interrupted run's corpus has {before}, this one {now}")
     require_same_base(state["frozen"], run.frozen, s)
-    own = {name: tuple(p.shape) for name, p in trained_parameters(run.model)}
-    saved = {name: tuple(p.shape) for name, p in state["model"].items()}
-    if own != saved:
-        different = sorted(name for name, _ in own.items() ^ saved.items())
-        raise UserError(f"checkpoint and model differ in {different[0]}")
     ranks, wanted = launch.world_size, state["global_batch"]
     if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
         per_rank = wanted // ranks
@@ -2830,17 +2603,12 @@ def fit_to_checkpoint(run: Run) -> dict | None:
         s.grad_accum = per_rank // s.batch_size
         chosen = f"{s.batch_size} × accumulation {s.grad_accum}"
         launch.choose("batch", chosen, f"keeps the {counted(wanted, 'sequence')} an update")
-    if global_batch(launch, s) != wanted:
-        raise UserError(
-            f"--resume: batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-            f"{global_batch(launch, s)}, but the interrupted run had "
-            f"{counted(wanted, 'sequence')} an update"
-        )
-    if steps[0] > run.updates:
-        raise UserError(
-            f"--resume: the run is at update {steps[0]}, beyond the last one, {run.updates}, that "
-            "--max-steps and --epochs allow; raise --max-steps"
-        )
+    now, before = global_batch(launch, s), counted(wanted, "sequence")
+    product = f"batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = {now}"
+    refuse(now != wanted, f"--resume: {product}, but the interrupted run had {before} an update")
+    limit = f"beyond the last one, {run.updates}, that --max-steps and --epochs allow"
+    beyond = f"--resume: the run is at update {steps[0]}, {limit}; raise --max-steps"
+    refuse(steps[0] > run.updates, beyond)
     return state
 
 
@@ -2887,131 +2655,15 @@ def restore(trainer: Trainer, state: dict) -> None:
             torch.cuda.set_rng_state(own_random["cuda"], launch.device)
 
 
-class Checkpoints:
-    """Writes checkpoints beside the training, on rank 0, one at a time.
+# ---- Files of a run ------------------------------------------------------------------------------
 
-    A checkpoint is a file step-00000100.pt in a folder or at a URL, complete or absent: it is
-    written under another name and moved. Only then the old ones go: the `keep` newest stay, and
-    the one with the best validation loss. A write that fails is a warning, and tried again.
-    """
-
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self.place = settings.checkpoint_dir or str(folder / "checkpoints")
-        self.keep = settings.keep
-        self.fs, self.root = open_place(self.place)
-        self.local = "file" in self.fs.protocol
-        self.worker = ThreadPoolExecutor(1)
-        self.pending: Future | None = None
-        self.state: dict = {}  # the newest, on the CPU
-        self.trouble = ""  # why it is not in its place
-        self.resumed = folder  # what to name for --resume
-        with contextlib.suppress(Exception):  # leftovers of a killed save, if there are any
-            for partial in self.fs.glob(f"{self.root}/*.partial"):
-                self.fs.rm_file(partial)
-
-    def save(self, state: dict) -> None:
-        """Copies the state and hands the copy to the thread that writes."""
-        self.wait()
-        self.state = copy_to_cpu(state)
-        self.pending = self.worker.submit(self._write)
-
-    def wait(self, last: bool = False) -> str:
-        """Waits for the thread. Returns where to go on from; `last`: the state must be somewhere.
-
-        Raises `WriteError` if it is nowhere.
-        """
-        if self.pending:
-            self.pending.result()
-        if not last or not self.trouble:
-            return str(self.resumed)
-        elsewhere = Path(tempfile.mkdtemp(prefix="checkpoint-")) / self._name()
-        try:
-            self._put(elsewhere)
-        except WriteError:
-            raise WriteError(self.trouble) from None
-        return str(elsewhere)
-
-    def _name(self) -> str:
-        return f"step-{self.state['progress']['step']:08d}.pt"
-
-    def _write(self) -> None:
-        try:
-            self._put(Path(self.root) / self._name() if self.local else None)
-            self.trouble = ""
-            self._remove_superseded()
-        except Exception as error:  # every file system has its own kinds
-            self.trouble = f"cannot write a checkpoint to {self.place}: {reason_of(error)}"
-            say_error(f"warning: {self.trouble}; the next one will be tried again")
-
-    def _put(self, path: Path | None) -> None:
-        """Writes the state to a local path, or to its name at the URL."""
-        buffer = io.BytesIO()
-        torch.save(self.state, buffer)
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return write_file(path, lambda file: file.write(buffer.getbuffer()))
-        final = f"{self.root}/{self._name()}"
-        patiently(self.fs.makedirs, self.root, exist_ok=True)
-        patiently(self.fs.pipe_file, f"{final}.partial", buffer.getvalue())
-        patiently(self.fs.mv, f"{final}.partial", final)
-
-    def _remove_superseded(self) -> None:
-        """All but the newest and the best; what is beyond this one is damaged or another course."""
-        names, own = checkpoints_at(self.fs, self.root), self._name()
-        best = f"step-{self.state['progress']['best_step']:08d}.pt"
-        kept = [name for name in names if name <= own][: self.keep]
-        for name in set(names) - {*kept, best if best <= own else own}:
-            patiently(self.fs.rm_file, f"{self.root}/{name}")
-
-    def close(self, folder: Path) -> None:
-        """Ends the thread; at a URL, puts the finished run's files there as well."""
-        self.wait()
-        self.worker.shutdown()
-        for path in sorted(folder.rglob("*")) if not self.local else ():
-            if path.is_file():
-                target = f"{self.root}/{path.relative_to(folder).as_posix()}"
-                try:
-                    patiently(self.fs.makedirs, target.rpartition("/")[0], exist_ok=True)
-                    patiently(self.fs.put_file, str(path), target)
-                except Exception as error:  # every file system has its own kinds
-                    raise WriteError(f"cannot write to {self.place}: {reason_of(error)}; the "
-                                     f"results are in {folder}") from None  # fmt: skip
-
-
-def patiently(function: Callable, *args: Any, **options: Any) -> Any:
-    """Calls what may fail now and then, as networks do, up to four times within seven seconds."""
-    for pause in (1, 2, 4):
-        with contextlib.suppress(Exception):
-            return function(*args, **options)
-        time.sleep(pause)
-    return function(*args, **options)
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """A copy of nested dicts and lists with all tensors on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_cpu(item) for key, item in value.items()}
-    return [copy_to_cpu(item) for item in value] if isinstance(value, list) else value
-
-
-# ------------------------------------------------------------------------------------------
-# Files of a run
-# ------------------------------------------------------------------------------------------
-
-ARTIFACTS = (
-    "run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt", "adapter", "merged",
-    "tensorboard", "checkpoints",
-)  # fmt: skip
 RESULTS = ("tiny_transformer.pt", "adapter", "merged")
+ARTIFACTS = ("run.json", "metrics.jsonl", "loss_curve.png", *RESULTS, "tensorboard", "checkpoints")
 
 
 def write_file(path: Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file completely or not at all: beside it, flushed to the disk, renamed.
-
-    `write` gets the open binary file. Raises `WriteError`; the old content of `path` then stays.
-    """
+    """Writes a file completely or not at all: beside it, flushed to the disk, renamed. `write` gets
+    the open binary file. Raises `WriteError`; the old content of `path` then stays."""
     beside = path.with_name(path.name + ".partial")
     try:
         with open(beside, "wb") as file:
@@ -3019,102 +2671,70 @@ def write_file(path: Path, write: Callable[[Any], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        flush_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        with contextlib.suppress(OSError):
-            beside.unlink()
+    except OSError as error:
+        beside.unlink(missing_ok=True)
         raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
-
-
-def write_json(path: Path, content: dict) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_file(path, lambda file: file.write(text.encode("utf-8")))
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder completely or not at all. Raises `WriteError`."""
-    beside, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "old"))
+    beside = path.with_name(f".{path.name}.partial")
     try:
-        for leftover in (beside, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         write(beside)
-        if path.exists():
-            path.rename(old)
+        shutil.rmtree(path, ignore_errors=True)
         beside.rename(path)
-        flush_folder(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except Exception as error:  # safetensors has kinds of its own
         shutil.rmtree(beside, ignore_errors=True)
         raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
 
 
-def flush_folder(folder: Path) -> None:
-    """Makes renames inside a folder survive a power cut, where the system can do that."""
-    with contextlib.suppress(OSError):  # Windows opens no folders
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def write_json(path: Path, content: dict) -> None:
+    """Writes an object as indented UTF-8. Raises `WriteError`."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_file(path, lambda file: file.write(text.encode("utf-8")))
 
 
 def open_run_folder(run: Run) -> Path:
-    """Claims the output folder on rank 0 and tells the others. Ranks meet.
-
-    Of two new runs that want one folder, one finds `run.json` already there. Raises `UserError`
-    for a folder that holds a run (without --overwrite or --resume) or cannot be written, and for a
-    place that holds checkpoints of another run.
-    """
-    if not importlib.util.find_spec("matplotlib"):  # it is needed only after the work
-        raise UserError("matplotlib is missing, which draws the picture: pip install matplotlib")
-    folder = claim_folder(run.settings) if run.launch.rank == 0 else None
+    """Claims the output folder and the place of checkpoints on rank 0. Ranks meet. Raises
+    `UserError` if one of them holds another run, or cannot be written to."""
+    s, folder = run.settings, None
+    if run.launch.rank == 0:
+        name = f"runs/{s.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        tries = [s.output_dir] if s.output_dir else [Path(name + x) for x in ("", "-2", "-3", "-4")]
+        folder = next((path for path in tries if claim(path, s)), None)
+        holds = f"--output-dir {tries[0]} already holds a run or is no folder"
+        refuse(not folder, f"{holds}; choose another, or give --overwrite")
     return gather(folder, run.launch)[0]
 
 
-def claim_folder(settings: Settings) -> Path:
-    """Makes the run's folder and takes possession of it by its run.json."""
-    s, name = settings, f"{settings.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    folder, attempt = s.output_dir or Path("runs") / name, 1
-    while True:
-        own = bool(s.resume) and Path(s.resume).resolve() == folder.resolve()
-        if s.resume == "auto":  # without a checkpoint, what an attempt left that came to nothing
-            own = bool(s.checkpoint) or not any((folder / name).exists() for name in RESULTS)
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(s.output_dir))
-            if s.overwrite and not own:
-                for old in (folder / artifact for artifact in ARTIFACTS):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-            if not own and holds_a_run(folder):
-                raise FileExistsError
-            open(folder / "run.json", "a" if own else "x", encoding="utf-8").close()
-            break
-        except FileExistsError:
-            if s.output_dir:
-                raise UserError(
-                    f"--output-dir {folder} already holds a run or is no folder; "
-                    "choose another, or give --overwrite"
-                ) from None
-            attempt += 1  # two runs began in the same second
-            folder = Path("runs") / f"{name}-{attempt}"
-        except OSError as error:
-            raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
-    place = s.checkpoint_dir or str(folder / "checkpoints")
-    fs, root = open_place(place)
+def claim(folder: Path, settings: Settings) -> bool:
+    """Makes a run's folder and takes possession of it by its run.json; False if another has it."""
+    s, own = settings, False
+    if s.resume == "auto":  # without a checkpoint, an attempt that came to nothing may lie there
+        own = bool(s.checkpoint) or not any((folder / name).exists() for name in RESULTS)
+    elif s.resume:
+        own = Path(s.resume).resolve() == folder.resolve()
+    checkpoints = Checkpoints(s.checkpoint_dir or folder / "checkpoints")
+    foreign = checkpoints.names() and (s.checkpoint or {}).get("root") != checkpoints.root
+    taken = foreign and s.checkpoint_dir and not s.overwrite
+    refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
     try:
-        names = patiently(checkpoints_at, fs, root)
-        if not names or (s.checkpoint or {}).get("root") == root:
-            return folder
-        for name in names if s.overwrite else ():
-            fs.rm_file(f"{root}/{name}")
-    except Exception as error:  # every file system has its own kinds
-        raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
-    if not s.overwrite:
-        if not own:
-            (folder / "run.json").unlink()
-        raise UserError(f"--checkpoint-dir {place} holds checkpoints of another run; choose "
-                        "another, or give --overwrite, or --resume it")  # fmt: skip
-    return folder
+        folder.mkdir(parents=True, exist_ok=bool(s.output_dir))
+        if s.overwrite and not own:
+            for old in (folder / name for name in ARTIFACTS):
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            for name in checkpoints.names() if foreign else ():
+                checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
+        if not own and holds_a_run(folder):
+            return False
+        open(folder / "run.json", "a" if own else "x", encoding="utf-8").close()
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
+    return True
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -3125,25 +2745,34 @@ def holds_a_run(folder: Path) -> bool:
 def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
     """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
     content = {"config": model.config, "model": copy_to_cpu(dict(model.state_dict()))}
-    write_file(folder / "tiny_transformer.pt", lambda file: torch.save(content, file))
+    write_file(folder / "tiny_transformer.pt", lambda file: file.write(in_bytes(content)))
+
+
+def load_tiny(folder: Path) -> TinyCausalTransformer:
+    """Reads `tiny_transformer.pt` of a run. Raises `UserError` if it is missing or damaged."""
+    path = folder / "tiny_transformer.pt"
+    refuse(not path.exists(), f"{path} does not exist: {folder} is not a finished tiny run")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = TinyCausalTransformer(**saved["config"])
+        model.load_state_dict(saved["model"])
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise UserError(f"{path} is damaged or not of this program: {reason_of(error)}") from None
+    return model
 
 
 def save_qwen(
     peft_model: Any, tokenizer: Any, folder: Path, settings: Settings, chat: bool
 ) -> None:
-    """Writes `adapter/`, with the tokenizer beside it, and with --merge `merged/`.
-
-    The adapter holds nothing but LoRA tensors. For the merged model W + (alpha / r) B A is formed
-    in fp32 and then rounded; `peft_model` is used up by it.
-    """
+    """Writes `adapter/`, nothing but LoRA tensors in fp32, their config and the tokenizer, and with
+    --merge `merged/`: W + (alpha / r) B A, formed in fp32 and then rounded to the base's type, with
+    the token that was trained among those that end its texts; `peft_model` is used up by it."""
 
     def adapter(to: Path) -> None:
-        """LoRA tensors in fp32, their config, the tokenizer."""
         peft_model.save_pretrained(to, save_embedding_layers=False)  # the default asks the hub
         tokenizer.save_pretrained(to)
 
     def merged(to: Path) -> None:
-        """A plain model in the base's dtype, which ends its texts at the token that was trained."""
         dtype = peft_model.dtype
         plain = peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
         old = plain.generation_config.eos_token_id
@@ -3156,20 +2785,6 @@ def save_qwen(
     write_folder(folder / "adapter", adapter)
     if settings.merge:
         write_folder(folder / "merged", merged)
-
-
-def load_tiny(folder: Path) -> TinyCausalTransformer:
-    """Reads `tiny_transformer.pt` of a run. Raises `UserError` if it is missing or damaged."""
-    path = folder / "tiny_transformer.pt"
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        model = TinyCausalTransformer(**saved["config"])
-        model.load_state_dict(saved["model"])
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: {folder} is not a finished tiny run") from None
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise UserError(f"{path} is damaged or not of this program: {reason_of(error)}") from None
-    return model
 
 
 def parameter_digest(model: nn.Module) -> str:
@@ -3200,7 +2815,10 @@ def finish(trainer: Trainer) -> None:
         run.save(log.folder)
     except WriteError as error:  # the disk is full, say: nothing that was trained may be lost
         elsewhere = Path(tempfile.mkdtemp(prefix="results-"))
-        run.save(elsewhere)
+        try:
+            run.save(elsewhere)
+        except WriteError:
+            raise error from None
         raise WriteError(f"{error}; the trained weights are in {elsewhere}") from None
     log.close()
     print_ending(log, digests[0])
@@ -3218,9 +2836,7 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or text or type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------
-# Log, metrics, picture
-# ------------------------------------------------------------------------------------------
+# ---- Log, metrics, picture -----------------------------------------------------------------------
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -3241,46 +2857,42 @@ def print_header(run: Run) -> None:
     """What will be trained on what, with every automatic choice and its reason."""
     launch, s, data, ranks = run.launch, run.settings, run.data, run.launch.world_size
     sequences = global_batch(launch, s)
+    windows = f"{counted(len(data.train), 'window')} to train on, "
+    windows += f"{len(data.validation):,} to validate"
+    batch = f"per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks}"
+    batch += f" = {counted(sequences, 'sequence')} = {sequences * s.seq_len} tokens an update"
     an_epoch = math.ceil(len(data.train) / sequences)
-    launch.say(f"torch {torch.__version__}, Python {platform.python_version()}, {sys.platform}")
     rows = [(what, f"{chosen} ({reason})") for what, chosen, reason in launch.choices]
-    rows += [
-        ("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"),
-        ("split", f"{counted(len(data.train), 'window')} to train on, "
-                  f"{len(data.validation):,} to validate"),
-        ("batch", f"per rank {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = "
-                  f"{counted(sequences, 'sequence')} = {sequences * s.seq_len} tokens an update"),
-        ("steps", f"{counted(run.updates, 'update')}, {an_epoch:,} an epoch"),
-        *run.notes,
-    ]  # fmt: skip
+    rows += [("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"), ("split", windows)]
+    updates = f"{counted(run.updates, 'update')}, {an_epoch:,} an epoch"
+    rows += [("batch", batch), ("steps", updates)]
+    rows += run.notes
     if not len(data.validation) and (s.val_fraction or s.eval_every):
         why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
         rows.append(("validation", f"{why}; raise it, or give more text"))
+    launch.say(f"torch {torch.__version__}, Python {platform.python_version()}, {sys.platform}")
     for what, text in rows:
         launch.say(f"{what:10} {text}")
 
 
 def show_plan(run: Run) -> None:
     """--dry-run: the header, and one sample as the model will see it, its learned part marked."""
+    s, say = run.settings, run.launch.say
     print_header(run)
-    s, out = run.settings, run.settings.output_dir
-    if out and not (s.overwrite or s.resume) and holds_a_run(out):
-        raise UserError(f"--output-dir {out} already holds a run; give --overwrite")
+    taken = s.output_dir and not (s.overwrite or s.resume) and holds_a_run(s.output_dir)
+    refuse(taken, f"--output-dir {s.output_dir} already holds a run; give --overwrite")
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
-    parts = run.show()
-    if not all(learned for _, learned in parts):
-        run.launch.say(f"a sample; what is learned is {'green' if on != '[[' else 'in [[ ]]'}:")
-    run.launch.say("".join(f"{on}{t}{off}" if learned else t for t, learned in parts))
-    run.launch.say("memory: python -m labs.planner tells how much a rank needs")
-    run.launch.say("dry run: settings and data are good; nothing was trained or written")
+    text = "".join(f"{on}{part}{off}" if learned else part for part, learned in run.show())
+    say(f"{'sample':10} what is learned stands in {on}{'green' if on != '[[' else ''}{off}")
+    say(text)
+    say("memory: python -m labs.planner tells how much a rank needs")
+    say("dry run: settings and data are good; nothing was trained or written")
 
 
 class RunLog:
-    """Log lines, `metrics.jsonl`, TensorBoard and the picture; silent on ranks other than 0.
-
-    The clock for tokens per second stands still during validation, sampling and saving: `mark` is
-    when the training time that was not yet counted began.
-    """
+    """Log lines, `metrics.jsonl`, TensorBoard and the picture; silent on ranks other than 0. The
+    clock for tokens per second stands still during validation, sampling and saving: `mark` is when
+    the training time that was not yet counted began."""
 
     def __init__(self, run: Run, folder: Path, state: dict | None = None) -> None:
         self.launch, self.settings, self.updates = run.launch, run.settings, run.updates
@@ -3290,21 +2902,21 @@ class RunLog:
         self.restart_clock()
         self.logged = dataclasses.replace(self.progress)
         self.file = self.board = self.bar = None
-        if self.active:
-            print_header(run)
-            write_run_file(run, folder)
-            write_file(folder / "metrics.jsonl", lambda file: file.write(self.text().encode()))
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
-            if self.settings.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
+        if not self.active:
+            return
+        print_header(run)
+        write_run_file(run, folder)
+        write_file(folder / "metrics.jsonl", lambda file: file.write(self.text().encode()))
+        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        if self.settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.board = SummaryWriter(str(folder / "tensorboard"))
-            if sys.stderr and sys.stderr.isatty():  # None: closed, 2>&-
-                from tqdm import tqdm
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+        if sys.stderr and sys.stderr.isatty():  # None: closed, 2>&-
+            from tqdm import tqdm
 
-                self.bar = tqdm(
-                    total=self.updates, initial=self.progress.step, unit="update", leave=False
-                )
+            options = {"initial": self.progress.step, "unit": "update", "leave": False}
+            self.bar = tqdm(total=self.updates, **options)
 
     def text(self) -> str:
         """All rows so far, as in metrics.jsonl."""
@@ -3330,19 +2942,18 @@ class RunLog:
         speed = (progress.tokens - self.logged.tokens) / seconds
         learned_speed = (progress.learned - self.logged.learned) / seconds
         self.logged = dataclasses.replace(progress)
-        self._row({
-            "step": progress.step, "epoch": epoch, "loss": result.loss, "lr": rate,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "tokens": progress.tokens, "tokens_per_second": speed,
-            "learned_tokens": progress.learned, "learned_tokens_per_second": learned_speed,
-            "seconds": progress.seconds, "peak_memory_bytes": peak_memory_bytes(self.launch.device),
-        })  # fmt: skip
+        norm = result.grad_norm
+        row = {"step": progress.step, "epoch": epoch, "loss": result.loss, "lr": rate}
+        row |= {"grad_norm": norm if math.isfinite(norm) else None}
+        row |= {"tokens": progress.tokens, "tokens_per_second": speed}
+        row |= {"learned_tokens": progress.learned, "learned_tokens_per_second": learned_speed}
+        memory = peak_memory_bytes(self.launch.device)
+        self._row(row | {"seconds": progress.seconds, "peak_memory_bytes": memory})
         learned = f" ({learned_speed:,.0f} learned)" if progress.learned < progress.tokens else ""
         overflow = f"  fp16 overflows {progress.skipped}" if progress.skipped else ""
         self.say(
-            f"step {progress.step:>6}/{self.updates}  epoch {epoch}  "
-            f"loss {result.loss:.4f}  lr {rate:.2e}  grad norm {result.grad_norm:.3f}  "
-            f"{speed:,.0f} tokens/s{learned}{overflow}"
+            f"step {progress.step:>6}/{self.updates}  epoch {epoch}  loss {result.loss:.4f}  "
+            f"lr {rate:.2e}  grad norm {norm:.3f}  {speed:,.0f} tokens/s{learned}{overflow}"
         )
 
     def validation(self, loss: float) -> bool:
@@ -3353,16 +2964,12 @@ class RunLog:
         better = progress.best is None or loss < progress.best
         if better:
             progress.best, progress.best_step = loss, progress.step
-        self.say(
-            f"step {progress.step:>6}/{self.updates}  validation loss {loss:.4f}"
-            f"{' (best)' * better}"
-        )
+        best = " (best)" if better else ""
+        self.say(f"step {progress.step:>6}/{self.updates}  validation loss {loss:.4f}{best}")
         return better
 
     def _row(self, row: dict) -> None:
         self.rows.append(row)
-        if not self.active:
-            return
         try:
             if self.file:
                 self.file.write(json.dumps(row) + "\n")
@@ -3370,19 +2977,16 @@ class RunLog:
         except OSError as error:  # training can go on; `close` writes all rows again
             self.file = None
             say_error(f"warning: cannot write {self.folder / 'metrics.jsonl'}: {reason_of(error)}")
-        if self.board:
-            for name in [n for n in row.keys() - {"step", "epoch"} if row[n] is not None]:
+        for name in sorted(row.keys() - {"step", "epoch"}) if self.board else ():
+            if row[name] is not None:
                 self.board.add_scalar(name, row[name], row["step"])
 
     def close(self) -> None:
         """Closes the files and draws the picture."""
-        if self.bar:
-            self.bar.close()
-        if self.board:
-            self.board.close()
-        if self.file:
-            self.file.close()
-        else:
+        for open_one in (self.bar, self.board, self.file):
+            if open_one is not None:
+                open_one.close()
+        if not self.file:
             write_file(self.folder / "metrics.jsonl", lambda f: f.write(self.text().encode()))
         draw_loss_curve(self.rows, self.folder / "loss_curve.png")
 
@@ -3391,62 +2995,56 @@ def draw_loss_curve(rows: list[dict], path: Path) -> None:
     """Training and validation loss over updates as a PNG."""
     with warnings.catch_warnings():  # its font cache is opened without an encoding
         warnings.simplefilter("ignore", EncodingWarning)
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = FigureCanvasAgg(figure).figure.add_subplot()
+    axes = figure.add_subplot()
     for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            axes.plot(
-                *zip(*points), style, label=f"{label}, last {points[-1][1]:.3f}", lw=1.5, ms=4
-            )
+        if points := [(row["step"], row[key]) for row in rows if key in row]:
+            last = f"{label}, last {points[-1][1]:.3f}"
+            axes.plot(*zip(*points), style, label=last, lw=1.5, ms=4)
+            axes.legend()
     axes.set(xlabel="update", ylabel="loss (nats per token)", title="Loss of the global batch")
     axes.grid(alpha=0.3)
-    axes.legend()
     write_file(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
 def write_run_file(run: Run, folder: Path) -> None:
     """Writes `run.json`: settings as resolved, versions, parameters, choices and reasons."""
-    launch, settings = run.launch, run.settings
-    counts = [(p.numel(), p.requires_grad) for p in run.model.parameters()]
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {"torch": torch.__version__, "numpy": np.__version__} | run.versions
+    total = sum(p.numel() for p in run.model.parameters())
+    trained = sum(p.numel() for _, p in trained_parameters(run.model))
     content = {
-        "settings": settings.to_save(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "numpy": np.__version__, "platform": platform.platform()} | run.versions,
-        "world_size": launch.world_size,
-        "global_batch": global_batch(launch, settings),
+        "settings": run.settings.to_save(),
+        "versions": versions,
+        "world_size": run.launch.world_size,
+        "global_batch": global_batch(run.launch, run.settings),
         "updates": run.updates,
-        "parameters": {"total": sum(n for n, _ in counts),
-                       "trained": sum(n for n, trained in counts if trained)},
-        "choices": [dict(zip(("what", "chosen", "reason"), c)) for c in launch.choices],
+        "parameters": {"total": total, "trained": trained},
+        "choices": [dict(zip(("what", "chosen", "reason"), c)) for c in run.launch.choices],
         "chat": run.data.chat,
         "frozen": run.frozen,
-    }  # fmt: skip
+    }
     write_json(folder / "run.json", content)
 
 
 def print_ending(log: RunLog, digest: str) -> None:
     """The last lines of a run, on rank 0."""
-    progress, ranks = log.progress, log.launch.world_size
+    progress, ranks, say = log.progress, log.launch.world_size, log.launch.say
     speed = progress.tokens / max(progress.seconds, 1e-9)
-    final = [row["val_loss"] for row in log.rows if "val_loss" in row]
-    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    updates, tokens = counted(log.updates, "update"), counted(progress.tokens, "token")
+    say(f"done       {updates}, {tokens}, {speed:,.0f} tokens/s")
+    if final := [row["val_loss"] for row in log.rows if "val_loss" in row]:
+        best = f"best {progress.best:.4f} at update {progress.best_step}"
+        say(f"validation final {final[-1]:.4f}, {best}")
     on_cuda = log.launch.device.type == "cuda"
     memory = "of the GPU's" if on_cuda else "the whole process, PyTorch's own included"
-    lines = [
-        f"done       {counted(log.updates, 'update')}, {counted(progress.tokens, 'token')}, "
-        f"{speed:,.0f} tokens/s",
-        f"memory     peak {peak_memory_bytes(log.launch.device) / 1e6:,.0f} MB on rank 0, {memory}",
-        f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""),
-        f"written to {log.folder}: {' '.join(written)}",
-    ]
-    if final:
-        best = f"best {progress.best:.4f} at update {progress.best_step}"
-        lines.insert(1, f"validation final {final[-1]:.4f}, {best}")
-    log.launch.say("\n".join(lines))
+    peak = peak_memory_bytes(log.launch.device) / 1e6
+    say(f"memory     peak {peak:,.0f} MB on rank 0, {memory}")
+    say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
+    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
+    say(f"written to {log.folder}: {' '.join(written)}")
 
 
 if __name__ == "__main__":
