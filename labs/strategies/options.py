@@ -61,7 +61,11 @@ class Options:
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:
     """The options, the reference's settings, and the flags that the latter came from."""
-    about = "The same model and data under several ways to divide the work."
+    same = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(SAME_HERE))
+    about = (
+        "The same model and data under several ways to divide the work. Only these of the "
+        f"script's flags mean anything here: {same}."
+    )
     refused = {field.name for field in fields(Settings)} - SAME_HERE
     options, settings, flags = read_flags(Options, argv, LAB, about, refused, SIZE)
     if bool(options.strategy) == options.compare:
