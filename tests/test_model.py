@@ -246,7 +246,8 @@ def test_a_step_follows_the_mean_over_all_tokens_and_shows_its_norm_and_loss():
     batches = [batch_of(*micro_batch) for micro_batch in MICRO_BATCHES]
     result = step(model, batches, "--batch-size", 2, "--grad-accum", 4, "--clip", 0)
     assert result.loss == pytest.approx(loss, abs=1e-6)
-    assert result.tokens == sum(len(text.encode()) for text in texts)  # EOS for the first byte
+    # EOS for the first byte; a text is learned as a whole.
+    assert result.tokens == result.learned == sum(len(text.encode()) for text in texts)
     assert result.grad_norm == pytest.approx(norm_of(gradient), rel=1e-5)
     for a, b in zip(moved(before, model), gradient, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
