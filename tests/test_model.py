@@ -107,7 +107,7 @@ def test_changing_a_later_token_never_changes_an_earlier_prediction(training):
 def test_the_first_loss_is_that_of_a_guess(shape):
     model = model_of(**shape)
     loss = loss_of(model, batch_of(*TEXTS, seq_len=shape.get("seq_len", 64)))
-    assert loss.item() == pytest.approx(math.log(258), abs=0.1)
+    assert loss.item() == pytest.approx(math.log(258), abs=0.15)
 
 
 def test_the_loss_is_the_cross_entropy_of_the_next_byte():
