@@ -1016,7 +1016,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         del given["precision"]
     for name in sorted(given.keys() & saved.keys()):
         refuse(
-            fixed[name] and given[name] != saved[name],
+            fixed[name] and given[name] != saved[name] and "generate" not in given,
             f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
             f"{saved[name]}, which --resume continues; leave the flag out, or start a new run",
         )
@@ -1404,7 +1404,7 @@ def clean_lines(raw: mmap.mmap, name: str) -> Iterator[bytes]:
             ) from None
         offset += len(line)
         line = line.removeprefix(BOM) if number == 1 else line
-        yield line.rstrip(b"\r\n") + b"\n" if line.endswith((b"\r\n", b"\r")) else line
+        yield line[: line.rfind(b"\r")] + b"\n" if line.endswith((b"\r\n", b"\r")) else line
 
 
 class Samples(Sequence):
@@ -2401,7 +2401,8 @@ def require_same_base(before: str, now: str, settings: Settings) -> None:
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
-STATE = "model optimizer scaler random progress metrics settings corpus global_batch frozen".split()
+STATE = {"model", "optimizer", "scaler", "random", "progress", "metrics", "settings", "corpus"}
+STATE |= {"global_batch", "frozen"}
 
 
 def patiently(function: Callable, *args: Any, **options: Any) -> Any:
@@ -2410,7 +2411,8 @@ def patiently(function: Callable, *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
         except Exception as error:  # every file system has its own kinds
-            if pause is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+            final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+            if pause is None or isinstance(error, final):
                 raise
             time.sleep(pause)
 
@@ -2431,7 +2433,8 @@ class Checkpoints:
             self.fs, root = fsspec.core.url_to_fs(self.place)
         except (ImportError, ValueError) as error:
             raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
-        self.root, self.local = root.rstrip("/"), "file" in self.fs.protocol
+        self.local = "file" in self.fs.protocol
+        self.root = os.path.realpath(root) if self.local else root.rstrip("/")
         self.worker, self.pending = ThreadPoolExecutor(1), None
         self.state: dict = {}  # the newest that was to be saved, on the CPU
         self.trouble = ""  # why it could not be
@@ -2460,11 +2463,13 @@ class Checkpoints:
                         raise ValueError(f"the checksum of {bad} is wrong")
                     file.seek(0)
                     state = torch.load(file, map_location="cpu", weights_only=True)
+                if not STATE <= set(state):
+                    raise ValueError("no checkpoint of this program")
                 notes.append(f"going on from {self.place}/{name}")
-                return {key: state[key] for key in STATE} | {"note": "; ".join(notes)}
+                return state | {"note": "; ".join(notes)}
             except Exception as error:  # zipfile, torch and every file system have their own kinds
                 notes.append(f"{name} is damaged or not there ({reason_of(error)})")
-        if self.names(r"step-\d+"):
+        if self.names(r"step-\d+|manifest\.json"):
             notes.append(f"checkpoints in folders, as {self.place} has, are of an earlier version")
         refuse(notes, f"--resume: {'; '.join(notes)}; no complete checkpoint in {self.place}")
         return None
@@ -2568,7 +2573,7 @@ def state_to_resume(given: dict) -> dict | None:
     refuse(missing, f"--resume: no complete checkpoint in {place}; see --save-every")
     if name:  # a new run: what lies there belongs to the other one
         state["settings"]["checkpoint_dir"] = None
-    return state and state | {"root": None if name else checkpoints.root}
+    return state and state | {"root": checkpoints.root, "named": name}
 
 
 def saved_settings(folder: str) -> dict:
@@ -2717,7 +2722,11 @@ def claim(folder: Path, settings: Settings) -> bool:
     elif s.resume:
         own = Path(s.resume).resolve() == folder.resolve()
     checkpoints = Checkpoints(s.checkpoint_dir or folder / "checkpoints")
-    foreign = checkpoints.names() and (s.checkpoint or {}).get("root") != checkpoints.root
+    source = s.checkpoint or {"root": "", "named": None}  # what the run goes on from
+    foreign = checkpoints.names() and (source["named"] or source["root"] != checkpoints.root)
+    deletes = not own and (f"{source['root']}/".startswith(f"{os.path.realpath(folder)}/"))
+    deletes |= bool(source["named"]) and source["root"] == checkpoints.root
+    refuse(s.overwrite and deletes, "--overwrite would delete what --resume goes on from")
     taken = foreign and s.checkpoint_dir and not s.overwrite
     refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
     try:

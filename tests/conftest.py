@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ import llm_ddp_parallel_training as ddp  # noqa: E402
 # One thread for what runs in this process: on busy cores, threads wait for each other at every
 # small operation, and the models of the tests are too small to gain from a second one.
 torch.set_num_threads(1)
+# A shell starts what is put in the background with SIGINT ignored, which children would inherit.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -64,30 +68,29 @@ def run_command(args: list[str], timeout: float = 120, **options) -> Finished:
     return Finished(process.returncode, out, err)
 
 
-LAUNCHERS_OWN = (
-    "RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC",
-    "TOKENIZERS_PARALLELISM",  # the script sets it, when a test calls it in this process
-)  # fmt: skip
+# What a launcher, a user or an earlier test may have set, and a run would follow.
+FOLLOWED = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_", "LOCAL_", "TORCHELASTIC", "DDP_")
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without what a launcher or an earlier test may have left in it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS_OWN)}
-    return {**kept, **extra}
+    """The environment for a command: nothing that a run would follow, and output in UTF-8."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(FOLLOWED)}
+    return {**kept, "PYTHONIOENCODING": "utf-8", **extra}
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Tests that call the script in this process do so as one process on its own."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS_OWN)]:
+    for name in [name for name in os.environ if name.startswith(FOLLOWED)]:
         monkeypatch.delenv(name)
 
 
-def main_here(*flags: object, encoding: str = "utf-8") -> Finished:
+def main_here(*flags: object, encoding: str = "utf-8", main: Callable = ddp.main) -> Finished:
     """Calls `main()` in this process: much faster than a launch. An exception passes through.
 
     `encoding` is that of its standard output, as PYTHONIOENCODING would set it.
     """
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
     with (
         tempfile.TemporaryFile("w+", encoding=encoding) as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as err,
@@ -95,9 +98,11 @@ def main_here(*flags: object, encoding: str = "utf-8") -> Finished:
         status = 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                ddp.main([str(flag) for flag in flags])
+                main([str(flag) for flag in flags])
             except SystemExit as end:
-                status = end.code
+                status = end.code or 0
+        torch.set_rng_state(random)
+        torch.set_num_threads(threads)
         out.seek(0)
         err.seek(0)
         return Finished(status, out.read(), err.read())
@@ -121,13 +126,12 @@ def root_cause(finished: Finished) -> str:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Every file and folder under `folder` with a hash of its content; not the empty locks."""
+    """Every file and folder under `folder`, with a hash of its content."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         if path.is_file()
         else "folder"
         for path in folder.rglob("*")
-        if path.name != ".lock"
     }
 
 

@@ -7,10 +7,8 @@ process that imported the reference once, so that they can be killed like any ot
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import importlib
-import io
 import multiprocessing
 import os
 import signal
@@ -22,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import Finished, metrics
+from conftest import Finished, main_here, metrics
 
 import llm_ddp_parallel_training as reference
 
@@ -35,18 +32,7 @@ REFERENCE = reference.__name__
 
 def here(*flags: object, cpu: bool = True, main: Callable = reference.main) -> Finished:
     """Runs `main()`, of the reference or of a lab, in this process, on one thread."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    arguments = [*(["--cpu", "--threads", "1"] if cpu else []), *map(str, flags)]
-    random, threads = torch.get_rng_state(), torch.get_num_threads()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(arguments)
-        except SystemExit as error:
-            status = 0 if error.code is None else error.code
-    gc.collect()  # what the run held, its lock above all, goes with the exception's frames
-    torch.set_rng_state(random)
-    torch.set_num_threads(threads)
-    return Finished(status, out.getvalue(), err.getvalue())
+    return main_here(*(("--cpu", "--threads", 1) if cpu else ()), *flags, main=main)
 
 
 def free_port() -> int:
@@ -69,6 +55,7 @@ def _rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from spoiled import spoil
 
+    reference.PEER_LOSS_GRACE_S = 1  # without a launcher, nobody is raced for the word
     spoil(faults)
     importlib.import_module(module).main(arguments)
 

@@ -39,23 +39,22 @@ def run(tmp_path_factory):
 
 def test_a_run_leaves_the_promised_files_and_no_leftovers(run):
     names = {path.name for path in run[0].iterdir()}
-    promised = {"run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt"}
-    assert promised <= names
-    assert names - promised <= {"checkpoints", ".lock"}
+    assert names == {"run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt"}
 
 
 def test_metrics_hold_every_logged_step_with_all_its_figures(run):
     rows = metrics(run[0])
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 5, 10, 12]
-    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds",
-            "peak_memory_bytes"}  # fmt: skip
+    keys = {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_second",
+            "learned_tokens", "learned_tokens_per_second", "seconds", "peak_memory_bytes",
+            }  # fmt: skip
     for row in steps:
         assert keys <= row.keys()
         assert all(math.isfinite(row[key]) and row[key] >= 0 for key in keys)
     assert [row["epoch"] for row in steps] == [1, 1, 2, 3]  # five updates each
     assert [row["tokens"] for row in steps] == sorted(row["tokens"] for row in steps)
-    assert steps[-1]["tokens"] <= 12 * 8 * 47
+    assert steps[-1]["learned_tokens"] == steps[-1]["tokens"] <= 12 * 8 * 47  # no questions here
     validations = [row for row in rows if "val_loss" in row]
     assert [row["step"] for row in validations] == [4, 8, 12]
 
@@ -67,9 +66,9 @@ def test_run_json_tells_how_the_run_was_made(run):
     assert settings["lr"] == 3e-4 and settings["device"] == "cpu"  # as resolved
     assert settings["corpus_file"].endswith("forty.txt") and settings["corpus_format"] == "lines"
     assert settings.keys() >= {
-        "model", "seed", "threads", "output_dir", "overwrite", "builtin", "val_fraction", "pack",
-        "overlong", "num_workers", "heads", "dropout", "seq_len", "grad_accum", "epochs",
-        "max_steps", "weight_decay", "schedule", "warmup_steps", "clip", "precision", "compile",
+        "model", "seed", "threads", "builtin", "val_fraction", "pack", "overlong", "heads",
+        "dropout", "seq_len", "grad_accum", "epochs", "max_steps", "weight_decay", "schedule",
+        "warmup_steps", "clip", "precision", "compile", "save_every", "keep", "checkpoint_dir",
         "log_every", "eval_every", "sample_every", "tensorboard",
     }  # fmt: skip
     assert content["versions"]["torch"] == torch.__version__
@@ -129,7 +128,8 @@ def test_the_header_translates_the_batch_and_explains_the_choices(run):
     assert "6 an epoch" in out
     assert re.search(r"^device +cpu \(--device cpu\)$", out, re.MULTILINE)
     assert re.search(r"^backend +none \(one process", out, re.MULTILINE)
-    assert "parameters" in out and re.search(r"^memory .* MB", out, re.MULTILINE)
+    assert "parameters" in out
+    assert re.search(r"^memory.* python -m labs.planner ", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_single_sample_update_or_token_is_not_called_many(tmp_path):
     assert "done       1 update, 1 token, " in out and "steps      1 update, 1 an epoch" in out
     assert not re.findall(r"(?<![\d.,])1 \w*(?<!s)s\b(?!/s)", out), out
     refused = main_here("--cpu", "--corpus-file", path, "--seq-len", 2, "--overlong", "drop").err
-    assert refused.startswith("error: of 1 sample none can be trained on")
+    assert "nothing can be trained on in 1 sample," in refused
 
 
 def test_the_cut_off_samples_come_with_the_flag_that_keeps_them():
@@ -170,11 +170,10 @@ def test_the_cut_off_samples_come_with_the_flag_that_keeps_them():
 
 
 def test_memory_is_told_as_what_it_counts(run):
-    header, ending = run[1].out.split("\nstep ", 1)
-    assert re.search(
-        r"^memory +about .* MB a rank for model and batch, beside", header, re.MULTILINE
-    )
-    assert re.search(r"^memory +peak .* MB on rank 0, the whole process, ", ending, re.MULTILINE)
+    told = re.findall(r"^memory +(.*)$", run[1].out, re.MULTILINE)
+    assert [re.sub(r"\d+", "N", line) for line in told] == [
+        "peak N MB on rank N, the whole process, PyTorch's own included"
+    ]
 
 
 def test_a_dry_run_writes_nothing_and_says_so(tmp_path, monkeypatch):
@@ -203,13 +202,13 @@ def test_the_default_folder_names_model_and_date(tmp_path, monkeypatch):
 def test_generate_continues_the_prompt_of_a_finished_run(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = fingerprint(run[0])
-    flags = ("--generate", "The gradient über ", "--resume", run[0])
-    finished, again = main_here(*flags), main_here(*flags)
-    assert finished.status == 0
-    assert finished.out.startswith("The gradient über ")
-    assert len(finished.out) > len("The gradient über \n")
-    assert finished.out == again.out
-    assert main_here(*flags, "--seed", 1).out != finished.out
+    flags = ("--generate", "The gradient über ", "--resume", run[0], "--seed")
+    finished = [main_here(*flags, seed) for seed in (0, 1, 2, 2)]
+    assert [f.status for f in finished] == [0] * 4
+    texts = [f.out for f in finished]
+    assert all(text.startswith("The gradient über ") for text in texts)
+    assert max(map(len, texts)) > len("The gradient über \n")  # the first byte may be the end
+    assert texts[2] == texts[3] and len(set(texts)) > 1
     assert fingerprint(run[0]) == before and list(tmp_path.iterdir()) == []
 
 
@@ -235,8 +234,8 @@ def unwatched(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--eval-every", 1), ("--sample-every", 2), ("--num-workers", 1), ("--tensorboard",), ()],
-    ids=["validation", "samples", "loader workers", "tensorboard", "a second time"],
+    [("--eval-every", 1), ("--sample-every", 2), ("--save-every", 1), ("--tensorboard",), ()],
+    ids=["validation", "samples", "checkpoints", "tensorboard", "a second time"],
 )
 def test_the_training_is_the_same_with(unwatched, tmp_path, flags):
     finished = train_here(tmp_path / "run", *SHORT, *flags)
@@ -293,5 +292,5 @@ def test_tiny_corpora_train_at_least_one_real_step_or_say_why_not(tmp_path, line
         assert not Path(tmp_path / "run").exists()
     else:
         assert finished.status == 0, finished.err
-        assert losses(tmp_path / "run")[0] == pytest.approx(math.log(258), abs=0.2)
+        assert losses(tmp_path / "run")[0] == pytest.approx(math.log(258), abs=0.5)
         assert losses(tmp_path / "run")[-1] > 0

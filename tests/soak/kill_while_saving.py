@@ -1,98 +1,97 @@
-"""Kills a run again and again while it saves after every update, and resumes it each time.
+"""Kills a run at random moments while it saves, again and again, and compares it with one that
+was left alone.
 
-    python tests/soak/kill_while_saving.py --kills 100
+    python tests/soak/kill_while_saving.py --kills 50
 
-Single process, tiny model. After each SIGKILL: every visible checkpoint is complete, the newest of
-them is the one that the next start continues from, it is never older than what was complete when
-the kill came, and metrics.jsonl has neither gaps nor repeats. One summary line at the end.
+Each rank count in turn, with the tiny model, saving every 2 updates. After each SIGKILL of the
+whole job: every checkpoint that is there is complete, the newest is never older than it was before,
+the next start goes on from it, and in the end weights and losses are those of the run that nobody
+killed. One line for each rank count.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quick import Job, steps
+from conftest import digest_line, losses
+from quick import Job
 
-FLAGS = ("--dropout", 0.1, "--save-every", 1, "--keep", 2, "--log-every", 1, "--max-steps", 10**6)
+import llm_ddp_parallel_training as reference
 
-
-def visible(folder: Path) -> dict[int, bool]:
-    """The visible checkpoints of a run: step → whether it is complete."""
-    found = {}
-    for path in (folder / "checkpoints").glob("step-*"):
-        try:
-            manifest = json.loads((path / "manifest.json").read_text("utf-8"))
-            sizes = {}
-            for name in manifest["files"]:
-                content = (path / name).read_bytes()
-                sizes[name] = [len(content), zlib.crc32(content)]
-            found[int(path.name[5:])] = sizes == manifest["files"]
-        except (OSError, ValueError):
-            found[int(path.name[5:])] = False
-    return found
+UPDATES_PER_KILL = 20
+LONGEST_WAIT_S = 0.6  # from the first update of a life to its end
 
 
-def soak(kills: int, folder: Path, seed: int = 0) -> int:
-    """Kills so many times; returns how many of them lost nothing. Raises on the first loss."""
-    moments = random.Random(seed)
-    flags = (*FLAGS, "--output-dir", folder)
+def newest(folder: Path) -> int:
+    """The update of the newest checkpoint, 0 without any. Raises `UserError` for one of them that
+    is not complete."""
+    checkpoints = reference.Checkpoints(folder / "checkpoints")
+    names = checkpoints.names()
+    for name in names:
+        checkpoints.newest(name)
+    return int(names[0][5:-3]) if names else 0
+
+
+def soak(ranks: int, kills: int, folder: Path, seed: int = 0) -> int:
+    """Kills a job so many times; returns how many updates it made. Raises on the first loss."""
+    moments, updates = random.Random(seed), UPDATES_PER_KILL * kills
+    flags = (
+        "--dropout", 0.1, "--batch-size", 4, "--save-every", 2, "--log-every", 1, "--keep", 2,
+        "--max-steps", updates, "--output-dir", folder / "run", "--resume", "auto",
+    )  # fmt: skip
+    before = 0
     for kill in range(kills):
-        complete = visible(folder)
-        run = Job(1, flags, [], {})
-        until = time.monotonic() + 60
-        while "step " not in run.text(0, "out"):  # the first update of this life
-            alive = run.processes[0].is_alive() and time.monotonic() < until
-            if not alive:
+        run = Job(ranks, flags, [], {})
+        until = time.monotonic() + 120
+        while not re.search(r"^(step|done) ", run.text(0, "out"), re.MULTILINE):
+            if not run.processes[0].is_alive() or time.monotonic() > until:
                 raise AssertionError(f"kill {kill}: no update\n{run.wait(0)}")
             time.sleep(0.01)
-        if kill:
-            (begun,) = re.findall(r"continuing from \S*step-(\d+)", run.text(0, "out"))
-            if int(begun) != max(complete):
-                raise AssertionError(f"kill {kill}: went on from {begun}, not {max(complete)}")
-        time.sleep(moments.uniform(0, 0.6) if kill else 1)
+        time.sleep(moments.uniform(0, LONGEST_WAIT_S))
         run.kill()
+        begun = re.search(r"going on from \S*step-(\d+)", run.text(0, "out"))
         run.folder.cleanup()
-        now = visible(folder)
-        if not now or not all(now.values()):
-            raise AssertionError(f"kill {kill}: {now}")
-        if max(now) < max(complete, default=0):
-            raise AssertionError(f"kill {kill}: the newest was {max(complete)}, now {max(now)}")
-        reached = steps(folder) if kill_left_whole_lines(folder) else None
-        if reached is not None and reached != list(range(1, len(reached) + 1)):
-            raise AssertionError(f"kill {kill}: metrics.jsonl has steps {reached}")
-        flags = ("--resume", folder)
-    return kills
-
-
-def kill_left_whole_lines(folder: Path) -> bool:
-    """Whether the last line of metrics.jsonl is whole; the next start drops it if not."""
-    return (folder / "metrics.jsonl").read_bytes().endswith(b"\n")
+        if int(begun.group(1) if begun else 0) != before:
+            raise AssertionError(f"kill {kill}: went on from {begun}, not from {before}")
+        after = newest(folder / "run")
+        if after < before:
+            raise AssertionError(f"kill {kill}: the newest was {before}, now it is {after}")
+        before = after
+    endings = Job(ranks, flags, [], {}).wait(600)
+    whole = Job(ranks, (*flags[:-4], "--output-dir", folder / "whole"), [], {}).wait(600)
+    for ending in (*endings, *whole):
+        if ending.status:
+            raise AssertionError(f"after {kills} kills: {ending}")
+    if digest_line(endings[0]) != digest_line(whole[0]):
+        raise AssertionError("other weights than the run that nobody killed")
+    if losses(folder / "run") != losses(folder / "whole"):
+        raise AssertionError("other losses than the run that nobody killed")
+    return updates
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="SIGKILLs (default: 100)")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=50, help="SIGKILLs (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments (default: 0)")
     arguments = parser.parse_args()
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        lost_nothing = soak(arguments.kills, run, arguments.seed)
-        newest = max(visible(run))
-    print(
-        f"{arguments.kills} SIGKILLs while saving, {lost_nothing} resumed from the newest complete "
-        f"checkpoint, reached update {newest}, {time.monotonic() - begin:.0f} s"
-    )
+    for ranks in (1, 2):
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            updates = soak(ranks, arguments.kills, Path(folder), arguments.seed)
+        print(
+            f"{reference.counted(ranks, 'rank')}: {arguments.kills} SIGKILLs while saving, each "
+            f"resumed from the newest checkpoint; after {updates} updates weights and losses of "
+            f"the uninterrupted run; {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
