@@ -545,10 +545,8 @@ def training_step(
 
         g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
 
-    n is only known when all ranks have added up; it travels together with the loss, after the
-    backward pass. Any c gives the same G; ours is the most targets that a rank can have in an
-    update, so that c·N / n is 1 without padding. (A window of T tokens has T − 1 targets.)
-
+    n is only known when all ranks have added up, after the backward pass. Any c gives the same G;
+    ours is the most targets that a rank can have in an update: c·N / n is 1 without padding.
     Raises `Diverged`, on all ranks alike, for a loss or gradient that is not finite.
     """
     device, watch, ranks = launch.device, launch.watch, launch.world_size
@@ -596,17 +594,12 @@ def training_step(
 
 def overflowed(result: StepResult, scaler: torch.amp.GradScaler) -> bool:
     """Whether fp16 gradients overflowed, which a smaller scale mends. Else raises `Diverged`."""
-    if not math.isfinite(result.loss):
-        raise Diverged(f"the loss is {result.loss}")
-    if math.isfinite(result.grad_norm):
-        return False
-    if not scaler.is_enabled():
-        raise Diverged(
-            f"the loss is {result.loss:.4f}, but the gradient norm is {result.grad_norm}"
-        )
-    if scaler.get_scale() < 1:  # it begins at 65,536
+    finite = math.isfinite(result.grad_norm)
+    if not math.isfinite(result.loss) or not (finite or scaler.is_enabled()):
+        raise Diverged(f"the loss is {result.loss:.4f}, the gradient norm {result.grad_norm}")
+    if not finite and scaler.get_scale() < 1:  # it begins at 65,536
         raise Diverged("fp16 gradients overflow even without a loss scale")
-    return True
+    return not finite
 
 
 def autocast(launch: Launch, settings: Settings) -> contextlib.AbstractContextManager:
@@ -1023,7 +1016,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         del given["precision"]
     for name in sorted(given.keys() & saved.keys()):
         refuse(
-            fixed[name] and given[name] != saved[name],
+            fixed[name] and given[name] != saved[name] and "generate" not in given,
             f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
             f"{saved[name]}, which --resume continues; leave the flag out, or start a new run",
         )
@@ -1257,7 +1250,9 @@ SHAPES = (
     '{"text"}, {"messages"}, {"prompt", "completion"}, {"conversations"} or '
     '{"instruction", "input", "output"}'
 )
-ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+
 
 LESSONS = """\
 One process trains one copy of the model, and DDP keeps all the copies the same.
@@ -1316,16 +1311,13 @@ def format_of(path: Path | None) -> str:
     if path is None or suffix_of(path) in (".jsonl", ".json", *TABLES):
         return "jsonl" if path else "lines"
     text = map_corpus(path)[:CHUNK].decode("utf-8", errors="ignore").lstrip("\ufeff \r\n\t")
-    lines, kind = [line for line in text.splitlines()[:20] if line], ""
-    cells = {cell.strip('" ').lower() for cell in re.split("[,;\t]", lines[0] if lines else "")}
-    if text[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):
-            json.JSONDecoder().raw_decode(text)
-            kind = "JSON; call it .jsonl (a record a line) or .json"
-    elif len(cells & set(re.findall(r"\w+", SHAPES))) > 1:
+    lines, kind = [re.sub('"[^"]*"', "", line) for line in text.splitlines()[:20] if line], ""
+    # Prose has a blank behind a comma, and not the same number of them in all lines.
+    cells = {len(re.findall(r"\t|[,;](?=\S|$)", line)) for line in lines}
+    if re.match(r'\[\s*[\[{"]|\{\s*"[^"\n]*"\s*:', text):
+        kind = "JSON; call it .jsonl (a record a line) or .json"
+    elif len(lines) > 1 and len(cells) == 1 and cells != {0}:
         kind = "a table; call it .csv or .tsv"
-    elif len(lines) > 1 and lines[0].count("\t") and len({n.count("\t") for n in lines}) == 1:
-        kind = "a table; call it .tsv"
     refuse(kind, f"--corpus-file {path} looks like {kind}, or give --corpus-format lines")
     return "lines"
 
@@ -1412,7 +1404,7 @@ def clean_lines(raw: mmap.mmap, name: str) -> Iterator[bytes]:
             ) from None
         offset += len(line)
         line = line.removeprefix(BOM) if number == 1 else line
-        yield line.rstrip(b"\r\n") + b"\n" if line.endswith((b"\r\n", b"\r")) else line
+        yield line[: line.rfind(b"\r")] + b"\n" if line.endswith((b"\r\n", b"\r")) else line
 
 
 class Samples(Sequence):
@@ -1471,7 +1463,8 @@ class Samples(Sequence):
     def where(self, index: int) -> str:
         """File and line of a sample."""
         line = self.buffer[: int(self.starts[index])].count(b"\n") + 1
-        return f"{self.name}, line {line}"
+        converted = self.parse and suffix_of(Path(self.name)) in (".json", *TABLES)
+        return f"{self.name}, {'record' if converted else 'line'} {line}"
 
     def sizes(self, ids: Any) -> np.ndarray:
         """UTF-8 bytes of the samples `ids` (a slice or an array), int64."""
@@ -1612,32 +1605,50 @@ def read_record(record: Any) -> str | dict:
     `ValueError` that names what is wrong with it."""
     if not isinstance(record, dict):
         raise ValueError(f"{json.dumps(record)[:40]} is no record: one of {SHAPES}")
+    keys = ", ".join(name + " (null)" * (record[name] is None) for name in record) or "no keys"
+    record = {name: value for name, value in record.items() if value is not None}
     if "text" in record:
         if not isinstance(record["text"], str):
             raise ValueError(f"text is {json.dumps(record['text'])[:40]}, not a string")
         return record["text"]
     if "messages" in record:
-        messages = record["messages"]
+        messages = record.pop("messages")
+        record.pop("system", None)
     elif "conversations" in record:
-        turns = record["conversations"]
-        messages = [{"role": ROLES.get(t["from"], t["from"]), "content": t["value"]} for t in turns]
+        messages = [read_turn(turn) for turn in record["conversations"]]
     elif {"prompt", "completion"} <= record.keys():
         messages = []
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             part = record[name]
             messages += part if isinstance(part, list) else [{"role": role, "content": part}]
     elif {"instruction", "output"} <= record.keys():
-        asked = [record[name] for name in ("instruction", "input") if record.get(name)]
-        messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-        messages += [{"role": "user", "content": "\n\n".join(asked)}]
+        question = record["instruction"]
+        question = f"{question}\n\n{record['input']}" if record.get("input") else question
+        messages = [{"role": "user", "content": question}]
         messages += [{"role": "assistant", "content": record["output"]}]
     else:
-        raise ValueError(f"found {', '.join(record) or 'no keys'}; a record is one of {SHAPES}")
+        raise ValueError(f"found {keys}; a record is one of {SHAPES}")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list of at least one message")
+    if record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}, *messages]
     tools = record.get("tools") or None
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"messages": [read_message(m, i + 1) for i, m in enumerate(messages)], "tools": tools}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ValueError("tools is not JSON") from None
+    messages = [read_message(message, i + 1) for i, message in enumerate(messages)]
+    json.dumps([messages, tools], ensure_ascii=False).encode("utf-8")  # raises for lone surrogates
+    return {"messages": messages, "tools": tools}
+
+
+def read_turn(turn: Any) -> dict:
+    """A turn {"from", "value"} as a message."""
+    if not isinstance(turn, dict) or turn.get("from") not in ROLES:
+        raise ValueError(f"{json.dumps(turn)[:40]} is not from one of {', '.join(ROLES)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return others | {"role": ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def read_message(message: Any, number: int) -> dict:
@@ -1646,6 +1657,8 @@ def read_message(message: Any, number: int) -> dict:
         raise ValueError(f"message {number} has no role; it needs role and content")
     message = json.loads(json.dumps(message))  # a copy
     calls, content = message.get("tool_calls") or [], message.get("content")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"message {number}: tool_calls is not a list of objects")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
@@ -1705,21 +1718,26 @@ def answers_of(tokenizer: Any, conversation: dict, counts: Counter) -> list[tupl
     afters = [render(tokenizer, conversation, messages[: i + 1]) for i in said]
     rule, texts = MARKED, [whole] * len(said)
     spans = marked_spans(tokenizer, conversation, whole)
-    if len(spans) != len(said):
+    if not spans or len(spans) != len(said):
         rule, spans = APPENDED, [(len(b), len(a)) for b, a in zip(befores, afters)]
         if not all(a.startswith(b) and whole.startswith(a) for b, a in zip(befores, afters)):
-            rule = ONE_BY_ONE
-            # A prompt may open the answer with more than the template puts before one that is over.
-            texts = [b + a[common(b, a) :] for b, a in zip(befores, afters)]
+            rule, texts = ONE_BY_ONE, []
+            for i, before, after in zip(said, befores, afters):
+                # Where an answer begins: two of them differ at once. The prompt may open it.
+                two = ([*messages[:i], {"role": "assistant", "content": x}] for x in "xy")
+                begin = common(*(render(tokenizer, conversation, messages) for messages in two))
+                rest, opened = after[begin:], before[begin:].strip()
+                texts.append(before + (rest.removeprefix(opened).lstrip() if opened else rest))
             spans = [(len(before), len(text)) for before, text in zip(befores, texts)]
     for k, i in enumerate(said):
         texts[k], end = closed(tokenizer, conversation, i, texts[k], *spans[k])
         spans[k] = (spans[k][0], end)
-    learned = [messages[i].get("weight", 1) != 0 and messages[i].get("train", True) for i in said]
+    answers = [messages[i] for i in said]
+    learned = [m.get("weight") != 0 and m.get("train") is not False for m in answers]
     found = [(text, [span]) for text, span, wanted in zip(texts, spans, learned) if wanted]
     if rule != ONE_BY_ONE:  # one text; the last answer may have been given an ending
         found = [(max(texts, key=len, default=whole), [span for _, [span] in found])]
-    counts[rule] += len(found)
+    counts[rule] += len(found) * bool(said)
     return found
 
 
@@ -1806,12 +1824,20 @@ def tokenize(
     if chats:
         options = {"return_offsets_mapping": True, "verbose": False, "add_special_tokens": False}
         encoded = tokenizer([text for _, text, _ in chats], **options)
-        for k, (i, _, spans) in enumerate(chats):
-            begin, end = np.array(encoded["offset_mapping"][k]).reshape(-1, 2).T
+        for k, (i, text, spans) in enumerate(chats):
+            ids, offsets = encoded["input_ids"][k], encoded["offset_mapping"][k]
+            cuts = [0, *(first for first, _ in spans), len(text)]
+            if any(a < cut < b for a, b in offsets for cut in cuts):
+                # A token that lies across the begin of an answer is another one when it is asked.
+                parts = [tokenizer(text[a:b], **options) for a, b in itertools.pairwise(cuts)]
+                ids = [token for part in parts for token in part["input_ids"]]
+                shifted = zip(parts, cuts)
+                offsets = [(a + at, b + at) for p, at in shifted for a, b in p["offset_mapping"]]
+            begin, end = np.array(offsets).reshape(-1, 2).T
             learned = np.zeros(len(begin), bool)
             for first, last in spans:
                 learned |= (first <= begin) & (begin < end) & (end <= last)
-            rows[i].append((np.array(encoded["input_ids"][k], np.uint32), learned))
+            rows[i].append((np.array(ids, np.uint32), learned))
     return rows
 
 
@@ -2264,12 +2290,13 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
     model = CausalLMWithLoss(peft_model).train()
 
     def sample() -> str:
-        if not data.chat:
-            return repr(qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, chat=False))
-        _, [(ids, learned), *_] = (data.validation if len(data.validation) else data.train)[0]
-        question = ids[: int(learned.argmax())]
-        answer = qwen_answer(peft_model, tokenizer, question, chat=True)
-        return f"{tokenizer.decode(question)[-SAMPLE_LENGTH:]!r} → {answer!r}"
+        held_out = data.validation if len(data.validation) else data.train
+        for _, [(ids, learned), *_] in (held_out[i] for i in range(len(held_out))):
+            if not learned[0]:  # a question
+                question = ids[: int(learned.argmax())]
+                answer = qwen_answer(peft_model, tokenizer, question, chat=True)
+                return f"{tokenizer.decode(question)[-SAMPLE_LENGTH:]!r} → {answer!r}"
+        return repr(qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, chat=False))
 
     def show() -> list[tuple[str, bool]]:
         parts = []
@@ -2374,7 +2401,8 @@ def require_same_base(before: str, now: str, settings: Settings) -> None:
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
-STATE = "model optimizer scaler random progress metrics settings corpus global_batch frozen".split()
+STATE = {"model", "optimizer", "scaler", "random", "progress", "metrics", "settings", "corpus"}
+STATE |= {"global_batch", "frozen"}
 
 
 def patiently(function: Callable, *args: Any, **options: Any) -> Any:
@@ -2383,7 +2411,8 @@ def patiently(function: Callable, *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
         except Exception as error:  # every file system has its own kinds
-            if pause is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+            final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+            if pause is None or isinstance(error, final):
                 raise
             time.sleep(pause)
 
@@ -2404,7 +2433,8 @@ class Checkpoints:
             self.fs, root = fsspec.core.url_to_fs(self.place)
         except (ImportError, ValueError) as error:
             raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
-        self.root, self.local = root.rstrip("/"), "file" in self.fs.protocol
+        self.local = "file" in self.fs.protocol
+        self.root = os.path.realpath(root) if self.local else root.rstrip("/")
         self.worker, self.pending = ThreadPoolExecutor(1), None
         self.state: dict = {}  # the newest that was to be saved, on the CPU
         self.trouble = ""  # why it could not be
@@ -2433,11 +2463,13 @@ class Checkpoints:
                         raise ValueError(f"the checksum of {bad} is wrong")
                     file.seek(0)
                     state = torch.load(file, map_location="cpu", weights_only=True)
+                if not STATE <= set(state):
+                    raise ValueError("no checkpoint of this program")
                 notes.append(f"going on from {self.place}/{name}")
-                return {key: state[key] for key in STATE} | {"note": "; ".join(notes)}
+                return state | {"note": "; ".join(notes)}
             except Exception as error:  # zipfile, torch and every file system have their own kinds
                 notes.append(f"{name} is damaged or not there ({reason_of(error)})")
-        if self.names(r"step-\d+"):
+        if self.names(r"step-\d+|manifest\.json"):
             notes.append(f"checkpoints in folders, as {self.place} has, are of an earlier version")
         refuse(notes, f"--resume: {'; '.join(notes)}; no complete checkpoint in {self.place}")
         return None
@@ -2541,7 +2573,7 @@ def state_to_resume(given: dict) -> dict | None:
     refuse(missing, f"--resume: no complete checkpoint in {place}; see --save-every")
     if name:  # a new run: what lies there belongs to the other one
         state["settings"]["checkpoint_dir"] = None
-    return state and state | {"root": None if name else checkpoints.root}
+    return state and state | {"root": checkpoints.root, "named": name}
 
 
 def saved_settings(folder: str) -> dict:
@@ -2690,7 +2722,11 @@ def claim(folder: Path, settings: Settings) -> bool:
     elif s.resume:
         own = Path(s.resume).resolve() == folder.resolve()
     checkpoints = Checkpoints(s.checkpoint_dir or folder / "checkpoints")
-    foreign = checkpoints.names() and (s.checkpoint or {}).get("root") != checkpoints.root
+    source = s.checkpoint or {"root": "", "named": None}  # what the run goes on from
+    foreign = checkpoints.names() and (source["named"] or source["root"] != checkpoints.root)
+    deletes = not own and (f"{source['root']}/".startswith(f"{os.path.realpath(folder)}/"))
+    deletes |= bool(source["named"]) and source["root"] == checkpoints.root
+    refuse(s.overwrite and deletes, "--overwrite would delete what --resume goes on from")
     taken = foreign and s.checkpoint_dir and not s.overwrite
     refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
     try:

@@ -14,14 +14,38 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = (  # ChatML as Qwen2.5 renders it: a default system prompt, no generation markers
-    "{%- if messages[0]['role'] != 'system' %}"
-    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+# As Qwen2.5 renders a chat: a default system prompt, tools in the system's turn, calls of the
+# assistant and answers of tools in tags, and no mark of what is generated.
+TEMPLATE = """\
+{%- set begin, end = '<|im_start|>', '<|im_end|>\\n' %}
+{%- set own = messages[0].role == 'system' %}
+{{- begin ~ 'system\\n' ~ (messages[0].content if own else 'You are a helpful assistant.') }}
+{%- if tools %}
+    {{- '\\n\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' ~ tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\nCall one within <tool_call></tool_call> tags.' }}
+{%- endif %}
+{{- end }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- begin ~ 'user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- end }}{%- endif %}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {{- begin ~ 'assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- set call = call.function or call %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments | tojson ~ '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- end }}
+    {%- elif not (message.role == 'system' and loop.first) %}
+        {{- begin ~ message.role + '\\n' + message.content + end }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- begin ~ 'assistant\\n' }}{%- endif %}
+"""
 CORPUS = [
     "Each rank computes gradients on its own batch, and an all-reduce averages them.",
     "The sampler gives every rank a different part of the data.",

@@ -13,10 +13,12 @@ from conftest import ROOT, TORCHRUN, Finished, digest_line, run_command, setting
 from quick import hashes, here, job
 
 import llm_ddp_parallel_training as ddp
-from labs import explain_step as lab
+from labs.explain_step import __main__ as lab
+from labs.explain_step.step import covered, norms
 
-LAB = lab.__name__
-MODEL = ("--d-model", 32, "--seq-len", 96, "--batch-size", 3)
+LAB = "labs.explain_step"
+RUN = f"{LAB}.__main__"
+MODEL = ("--d-model", 32, "--layers", 1, "--seq-len", 96, "--batch-size", 3)
 DATA = ("--val-fraction", 0)  # all 32 samples are trained on
 
 
@@ -29,7 +31,7 @@ def two(tmp_path_factory) -> tuple[Finished, Path]:
     """Two ranks, launched as the docstring says: accumulation, and buckets of about 20 kB."""
     folder = tmp_path_factory.mktemp("explain") / "two"
     flags = (*MODEL, *DATA, "--grad-accum", 2, "--clip", 0.5, "--bucket-cap-mb", 0.02)
-    args = [*TORCHRUN, "--nproc_per_node=2", "-m", LAB, "--cpu", *map(str, flags)]
+    args = [*TORCHRUN, "--nproc_per_node=2", "-m", LAB, "--cpu", "--full", *map(str, flags)]
     finished = run_command([*args, "--steps", "2", "--output-dir", str(folder)], cwd=ROOT)
     assert finished.status == 0, finished.err
     return finished, folder
@@ -39,8 +41,20 @@ def two(tmp_path_factory) -> tuple[Finished, Path]:
 def three(tmp_path_factory) -> tuple[Finished, Path]:
     """Three ranks with dropout; the last update has 5 samples, so one rank has a single one."""
     folder = tmp_path_factory.mktemp("explain") / "three"
-    flags = (*MODEL, *DATA, "--dropout", 0.2, "--clip", 0, "--steps", 4, "--output-dir", folder)
-    endings = job(3, *flags, module=LAB)
+    flags = (
+        *MODEL,
+        *DATA,
+        "--dropout",
+        0.2,
+        "--clip",
+        0,
+        "--steps",
+        4,
+        "--full",
+        "--output-dir",
+        folder,
+    )
+    endings = job(3, *flags, module=RUN)
     assert [(e.status, e.err) for e in endings] == [(0, "")] * 3
     return endings[0], folder
 
@@ -50,8 +64,17 @@ def qwen(tmp_path_factory, small_qwen) -> tuple[Finished, Path]:
     """Two ranks, a small Qwen2 with LoRA dropout."""
     folder = tmp_path_factory.mktemp("explain") / "qwen"
     flags = ("--model", "qwen", "--base-model", small_qwen, "--batch-size", 2, "--steps", 2)
-    endings = job(2, *flags, "--bucket-cap-mb", 0.002, "--output-dir", folder, module=LAB)
+    endings = job(2, *flags, "--full", "--bucket-cap-mb", 0.002, "--output-dir", folder, module=RUN)
     assert [e.status for e in endings] == [0, 0], endings
+    return endings[0], folder
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> tuple[Finished, Path]:
+    """Two ranks without any flag about the model, as the README has it."""
+    folder = tmp_path_factory.mktemp("explain") / "default"
+    endings = job(2, "--steps", 2, "--output-dir", folder, module=RUN)
+    assert [(e.status, e.err) for e in endings] == [(0, "")] * 2
     return endings[0], folder
 
 
@@ -121,9 +144,9 @@ def test_the_buckets_hold_every_trained_parameter_once_and_come_in_order(any_run
 
 
 def test_time_that_several_all_reduces_share_counts_once():
-    assert lab.covered([(3, 4), (0, 2), (1, 2), (1, 3.5)]) == 4
-    assert lab.covered([(0, 1), (5, 6)]) == 2
-    assert lab.covered([]) == 0
+    assert covered([(3, 4), (0, 2), (1, 2), (1, 3.5)]) == 4
+    assert covered([(0, 1), (5, 6)]) == 2
+    assert covered([]) == 0
 
 
 def test_a_small_cap_makes_several_buckets_from_the_second_update_on(two, qwen):
@@ -133,6 +156,24 @@ def test_a_small_cap_makes_several_buckets_from_the_second_update_on(two, qwen):
     assert explanation(two[1])["steps"][1]["ranks"][0]["buckets"][0]["parameters"][0] == (
         "lm_head.weight"
     )
+
+
+def test_by_default_several_buckets_are_seen_to_hide_behind_the_backward_pass(default):
+    finished, folder = default
+    for rank in explanation(folder)["steps"][-1]["ranks"]:
+        assert len(rank["buckets"]) == 4
+        assert rank["overlap"]["hidden"] > 0
+    assert finished.out.count("hidden behind") == 2
+
+
+def test_by_default_it_says_how_long_it_takes_fits_a_screen_or_two_and_concludes(default):
+    out, whole = default[0].out, (default[1] / "explain.txt").read_text("utf-8")
+    assert "This takes about ten seconds." in " ".join(out.split("\n\n")[0].split())
+    assert len(out.splitlines()) <= 70 < len(whole.splitlines())
+    assert set(out.splitlines()) & set(whole.splitlines())
+    last = " ".join(out.rpartition("\n\n")[2].split())
+    assert "the average is that of one process with all samples" in last
+    assert last.count(". ") + 1 <= 3  # sentences
 
 
 def test_the_norms_are_those_of_gradients_computed_without_the_lab(two):
@@ -154,9 +195,9 @@ def test_the_norms_are_those_of_gradients_computed_without_the_lab(two):
 
     for rank in step["ranks"]:
         own = gradient([rank])
-        assert rank["local_gradient_norms"] == pytest.approx(lab.norms(own), rel=1e-5)
+        assert rank["local_gradient_norms"] == pytest.approx(norms(own), rel=1e-5)
     averaged = gradient(step["ranks"])
-    assert step["gradient_norms"] == pytest.approx(lab.norms(averaged), rel=1e-5)
+    assert step["gradient_norms"] == pytest.approx(norms(averaged), rel=1e-5)
     length = math.sqrt(sum(float(g.square().sum()) for g in averaged.values()))
     assert step["gradient_norms"]["total"] == pytest.approx(length, rel=1e-5)
     assert step["clip_factor"] == pytest.approx(0.5 / length, rel=1e-4)
@@ -241,7 +282,7 @@ def test_one_process_says_in_one_line_what_is_missing(tmp_path):
 
 def test_a_step_that_takes_the_mean_of_means_is_found_out(tmp_path):
     flags = (*MODEL, "--steps", 1, "--output-dir", tmp_path / "wrong")
-    endings = job(2, *flags, faults=[{"kind": "mean of means"}], module=LAB)
+    endings = job(2, *flags, faults=[{"kind": "mean of means"}], module=RUN)
     assert [e.status for e in endings] == [1, 1]
     assert "one process do NOT agree" in endings[0].out
     (line,) = endings[0].error_lines()

@@ -17,19 +17,20 @@ import pytest
 from conftest import ROOT, SCRIPT, clean_environment
 from quick import here
 
-from labs import break_it, strategies
+from labs.break_it import __main__ as break_it
+from labs.strategies import __main__ as strategies
 
 ENDLESS = {  # a command that would go on for minutes, and what it prints when its ranks are busy
     "strategies": ("--strategy ddp --ranks 2 --cpu --max-steps 100000", "backend "),
-    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "1,000 rounds"),
+    "scaling": ("--ranks 1,2 --cpu --rounds 1000 --output-dir out", "of gradients"),
     "break_it": ("--all", "detector"),
 }
 
 
-LABS = sorted(path for path in (ROOT / "labs").glob("*.py") if path.stem != "common")
+LABS = sorted((ROOT / "labs").glob("*/__main__.py"))
 
 
-@pytest.mark.parametrize("lab", LABS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("lab", LABS, ids=lambda path: path.parent.name)
 def test_a_lab_can_be_started_by_its_path_from_another_folder(lab, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     elsewhere = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, tmp_path)]
@@ -39,7 +40,7 @@ def test_a_lab_can_be_started_by_its_path_from_another_folder(lab, tmp_path, mon
         monkeypatch.delitem(sys.modules, name)
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(lab), run_name="__main__")
-    assert re.match(rf"usage: (python -m )?labs\.{lab.stem} ", capsys.readouterr().out)
+    assert re.match(rf"usage: (python -m )?labs\.{lab.parent.name} ", capsys.readouterr().out)
 
 
 def plan_into(descriptor: int) -> subprocess.CompletedProcess:
@@ -64,7 +65,7 @@ def test_a_plan_that_does_not_fit_on_the_disk_is_one_line():
     with open("/dev/full", "wb") as full:
         finished = plan_into(full.fileno())
     assert finished.returncode == 1
-    assert finished.stderr == "error: cannot write the plan: No space left on device\n"
+    assert finished.stderr == "error: cannot write the result: No space left on device\n"
 
 
 @pytest.mark.parametrize("file", [".", "no/where.json", os.devnull])

@@ -107,7 +107,7 @@ def test_changing_a_later_token_never_changes_an_earlier_prediction(training):
 def test_the_first_loss_is_that_of_a_guess(shape):
     model = model_of(**shape)
     loss = loss_of(model, batch_of(*TEXTS, seq_len=shape.get("seq_len", 64)))
-    assert loss.item() == pytest.approx(math.log(258), abs=0.1)
+    assert loss.item() == pytest.approx(math.log(258), abs=0.15)
 
 
 def test_the_loss_is_the_cross_entropy_of_the_next_byte():
@@ -246,7 +246,8 @@ def test_a_step_follows_the_mean_over_all_tokens_and_shows_its_norm_and_loss():
     batches = [batch_of(*micro_batch) for micro_batch in MICRO_BATCHES]
     result = step(model, batches, "--batch-size", 2, "--grad-accum", 4, "--clip", 0)
     assert result.loss == pytest.approx(loss, abs=1e-6)
-    assert result.tokens == sum(len(text.encode()) for text in texts)  # EOS for the first byte
+    # EOS for the first byte; a text is learned as a whole.
+    assert result.tokens == result.learned == sum(len(text.encode()) for text in texts)
     assert result.grad_norm == pytest.approx(norm_of(gradient), rel=1e-5)
     for a, b in zip(moved(before, model), gradient, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)

@@ -1,0 +1,172 @@
+"""Three ways to make one step, which must agree.
+
+DDP; by hand, with one all-reduce for every parameter after the backward pass; and one process that
+takes the samples of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import llm_ddp_parallel_training as ddp
+from labs.explain_step.observe import Clock, Observer, Tensors, set_random_state
+
+TOLERANCE = 1e-6  # relative, between DDP's gradient and that of one process
+
+
+class Parts:
+    """What a step needs: model, optimizer, scaler. `model` is `bare`, in DDP's wrapper or not."""
+
+    def __init__(self, bare: nn.Module, model: nn.Module, settings: ddp.Settings) -> None:
+        self.bare, self.model, self.settings = bare, model, settings
+        self.optimizer = ddp.build_optimizer(bare, settings)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
+
+    def twin(self) -> Parts:
+        """A copy of all as it is now, without DDP. Frozen weights are shared with the original."""
+        frozen = {id(p): p for p in self.bare.parameters() if not p.requires_grad}
+        bare = copy.deepcopy(self.bare, frozen)
+        bare.no_sync = contextlib.nullcontext  # `training_step` asks DDP for it
+        twin = Parts(bare, bare, self.settings)
+        twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        twin.scaler.load_state_dict(self.scaler.state_dict())
+        return twin
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a step came to."""
+
+    loss: float  # the mean over all valid tokens of the global batch
+    tokens: int  # how many those are
+    grad_norm: float
+    gradient: Tensors  # G, of that loss, unclipped
+    weights: Tensors
+
+
+def capacity(settings: ddp.Settings) -> int:
+    """c in the docstring of `training_step`: the most tokens a rank can have in an update."""
+    return settings.batch_size * settings.grad_accum * (settings.seq_len - 1)
+
+
+def norm(tensors: Tensors) -> float:
+    """L2 norm of all values together."""
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
+
+
+def clip_factor(grad_norm: float, settings: ddp.Settings) -> float:
+    """What clipping multiplies the gradient by."""
+    return min(1.0, settings.clip / (grad_norm + 1e-6)) if settings.clip else 1.0
+
+
+def weights_of(bare: nn.Module) -> Tensors:
+    """A copy of what is trained."""
+    return {name: p.detach().clone() for name, p in ddp.trained_parameters(bare)}
+
+
+def observed_step(parts: Parts, micro_batches: list[dict], observer: Observer) -> Outcome:
+    """One update by the reference's own `training_step`, seen by the observer."""
+    launch, s = dataclasses.replace(observer.launch, watch=observer), parts.settings
+    watching = parts.optimizer.register_step_pre_hook(observer.before_update)
+    result = ddp.training_step(
+        parts.model, parts.optimizer, parts.scaler, micro_batches, launch, s
+    )  # fmt: skip
+    watching.remove()
+    observer.end()
+    if result.skipped:
+        raise ddp.RunError(
+            "the gradient overflowed in fp16, so there is no step to explain; give "
+            "--precision bf16 or fp32"
+        )
+    clip = clip_factor(result.grad_norm, s)
+    gradient = {name: g / clip for name, g in observer.gradient.items()}
+    weights = weights_of(parts.bare)
+    return Outcome(result.loss, result.learned, result.grad_norm, gradient, weights)
+
+
+def one_process_step(
+    parts: Parts, micro_batches: Sequence[dict], random: Sequence[dict], launch: ddp.Launch
+) -> Outcome:
+    """The step as a textbook has it: one process, the mean over all tokens of the global batch.
+
+    It takes the micro-batches of all ranks one after another, each with the random state that it
+    had on its rank, and adds up their gradients. Nothing here is shared with `training_step`. (The
+    constant c drops out. Without it the loss would enter the backward pass with another factor,
+    and all that follows would be rounded in another way.)
+    """
+    s, trained = parts.settings, ddp.trained_parameters(parts.bare)
+    c, n = capacity(s), sum(ddp.valid_targets(batch["labels"]) for batch in micro_batches)
+    loss_sum = 0.0
+    for batch, state in zip(micro_batches, random):
+        set_random_state(state, launch.device)
+        with ddp.autocast(launch, s):
+            mean = parts.model(**ddp.inputs_of(batch, launch.device))
+        tokens = ddp.valid_targets(batch["labels"])
+        parts.scaler.scale(mean * (tokens / c)).backward()
+        loss_sum += mean.item() * tokens
+    parts.scaler.unscale_(parts.optimizer)
+    for _, parameter in trained:
+        parameter.grad *= c / n
+    gradient = {name: p.grad.clone() for name, p in trained}
+    if s.clip:
+        nn.utils.clip_grad_norm_([p for _, p in trained], s.clip)
+    parts.scaler.step(parts.optimizer)
+    return Outcome(loss_sum / n, n, norm(gradient), gradient, weights_of(parts.bare))
+
+
+def average_one_by_one(model: nn.Module, ranks: int) -> None:
+    """The naive way: one message for every parameter, after the backward pass. Ranks meet."""
+    for _, parameter in ddp.trained_parameters(model):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks
+
+
+def prove(
+    outcome: Outcome, twins: Sequence[Parts], micro_batches: list[dict], random: list[dict],
+    clock: Clock, launch: ddp.Launch,
+) -> dict:  # fmt: skip
+    """The step again without DDP, and again in one process, on rank 0. Ranks meet."""
+    by_hand, single = twins
+    observer = Observer(launch, clock, by_hand.bare, random, average_one_by_one)
+    naive = observed_step(by_hand, micro_batches, observer)
+    batches, states = ddp.gather(micro_batches, launch), ddp.gather(random, launch)
+    launch.watch.enter("proof", meets=True)
+    proof = {}
+    if launch.rank == 0:
+        in_turn, states = (list(itertools.chain.from_iterable(x)) for x in (batches, states))
+        alone = one_process_step(single, in_turn, states, launch)
+        proof = {
+            "DDP": difference(outcome, alone),
+            "one all-reduce per parameter": difference(naive, alone),
+        }
+    return ddp.gather(proof, launch)[0]
+
+
+def difference(a: Outcome, b: Outcome) -> dict[str, float]:
+    """How far `a` is from `b`: relative for loss and gradient (norms), absolute for weights."""
+    gradient = {name: a.gradient[name] - g for name, g in b.gradient.items()}
+    weights = {name: a.weights[name] - w for name, w in b.weights.items()}
+    return {
+        "loss_relative": abs(a.loss - b.loss) / abs(b.loss),
+        "gradient_relative": norm(gradient) / norm(b.gradient),
+        "gradient_largest": max(float(d.abs().max()) for d in gradient.values()),
+        "weights_largest": max(float(d.abs().max()) for d in weights.values()),
+    }
+
+
+def agrees(step: dict) -> bool:
+    """Whether DDP, the hand-made average and one process came to the same loss and gradient."""
+    return all(
+        difference[what] <= TOLERANCE
+        for difference in step["proof"].values()
+        for what in ("loss_relative", "gradient_relative")
+    )

@@ -1,0 +1,35 @@
+"""`python -m labs.planner`: see the docstring of the package, and --help."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # started by its path, from another folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from labs.planner.flags import flag_parser
+from labs.planner.models import PlanError
+from labs.planner.picture import draw_memory
+from labs.planner.plan import make_plan
+from labs.planner.report import report
+from labs.shared.report import one_line_errors, show
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the plan; ends with status 2 and one line for a question that makes no sense."""
+    with one_line_errors(PlanError):
+        args = flag_parser().parse_args(argv)
+        plan = make_plan(args)
+        if args.picture:
+            draw_memory(plan, args.picture)
+    if args.json and math.isinf(plan["machine"]["memory"]):
+        plan["machine"]["memory"] = None  # JSON knows no infinity
+    show(json.dumps(plan, indent=2) if args.json else report(plan))
+
+
+if __name__ == "__main__":
+    main()

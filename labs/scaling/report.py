@@ -1,0 +1,171 @@
+"""What the measurements say: tables, a conclusion, a picture, a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from labs.scaling.model import Prediction
+from labs.shared.plot import new_figure, save_figure
+from labs.shared.report import counted, paragraph, table
+from llm_ddp_parallel_training import write_file
+
+COLUMNS = {  # of the table: names in scaling.csv, and how they are written
+    "ranks": ("ranks", ""), "batch": ("batch_per_rank", ""),
+    "tokens/s": ("tokens_per_second", ",.0f"), "step ms": ("step_ms", ".1f"),
+    "speedup": ("speedup", ".2f"),
+    "of indep.": ("of_independent", ".0%"), "waiting": ("waiting_share", ".0%"),
+    "all-reduce": ("all_reduce_share", ".0%"),
+}  # fmt: skip
+CALM = 0.6  # slowest to fastest round; below that, the machine was not ours
+NAMES = {
+    "weak": "weak scaling", "independent": "independent", "strong": "strong scaling",
+    "all cores": "one process, {} threads",
+}  # fmt: skip
+LEGEND = (
+    "weak: DDP, the batch per rank stays; strong: the global batch stays; independent: processes "
+    "that share nothing but the machine, and DDP's speed as a share of theirs; waiting for each "
+    "other and all-reduce: shares of a step"
+)
+
+
+def as_table(rows: list[dict]) -> str:
+    """The measurements, with a legend, in at most 100 columns."""
+    lines = []
+    for what, name in NAMES.items():
+        for row in (row for row in rows if row["scaling"] == what):
+            cells = (format(row.get(key, ""), how * (key in row)) for key, how in COLUMNS.values())
+            lines.append([name.format(row["threads_per_rank"]), *cells])
+            name = ""
+    return f"{table(lines, ['', *COLUMNS])}\n{paragraph(LEGEND)}"
+
+
+def forecast(prediction: Prediction, rows: list[dict]) -> str:
+    """The prediction as a table, with its assumptions."""
+    latency, bandwidth = prediction.link
+    speed = f"{bandwidth / 1e9:.2f} GB/s" if bandwidth < math.inf else "any bandwidth"
+    known = {row["ranks"]: row for row in rows if row["scaling"] == "weak"}
+    lines = [
+        [n, f"{1e3 * prediction.step(n):.1f}", f"{prediction.efficiency(n):.0%}",
+         f"{n * prediction.efficiency(n):.2f}",
+         f"(measured: {known[n]['step_ms']:.1f} ms)" if n in known else ""]
+        for n in [prediction.ranks, *prediction.numbers()]
+    ]  # fmt: skip
+    assumed = paragraph(
+        "Prediction for weak scaling, if every rank had cores and memory of its own, as fast as "
+        "one rank's share here; if the link were like this machine's, "
+        f"{1e3 * latency:.2f} ms a message and {speed}; if {1e3 * prediction.hidden:.1f} ms of the "
+        f"all-reduce of {prediction.size / 1e6:.2f} MB hid behind the backward pass, as here; and "
+        "if ranks were as uneven as here:"
+    )  # fmt: skip
+    return assumed + "\n" + table(lines, ["ranks", "step ms", "efficiency", "speedup", ""], ">>>><")
+
+
+def verdict(rows: list[dict], ranks: int) -> tuple[str, float]:
+    """Whether DDP on so many ranks pays here, and how many times as fast it is as the alternative.
+
+    The alternative is one process, with the cores of all ranks where there are more than its own.
+    """
+    by = {(row["scaling"], row["ranks"]): row for row in rows}
+    gain = min(by["weak", ranks][key] for key in ("speedup", "of_all_cores")
+               if key in by["weak", ranks])  # fmt: skip
+    if gain > 1.05:
+        return "is worth it here", gain
+    return ("makes no difference here" if gain > 0.95 else "does not pay here"), gain
+
+
+def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
+    """What DDP brings and costs here, in plain words."""
+    by = {(row["scaling"], row["ranks"]): row for row in rows}
+    weak, machine = by["weak", ranks], by["independent", ranks]["efficiency"]
+    better, _ = verdict(rows, ranks)
+    text = f"DDP on {ranks} ranks {better}: {weak['speedup']:.2f} times as fast as one rank alone"
+    if "of_all_cores" in weak:
+        text += f", and {weak['of_all_cores']:.2f} times as fast as one process with all threads"
+    text += (
+        f". All ranks share this machine's {counted(cores, 'core')}, caches and memory bus: "
+        f"{ranks} processes that know nothing of each other reach {machine:.0%} of {ranks} times "
+        f"one, and of that DDP keeps {weak['of_independent']:.0%}."
+    )
+    if ranks * weak["threads_per_rank"] > cores:
+        text += " With more ranks than cores, ranks also take turns."
+    calm = min(row["slowest_round"] / row["fastest_round"] for row in rows)
+    if calm < CALM:
+        text += (
+            f" The machine was busy with other things: rounds differ by up to {1 / calm:.1f} "
+            "times, so do not read much into these figures."
+        )
+    return text
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Is DDP worth it here? Speeds as bars, and what a step consists of."""
+    by = {(row["scaling"], row["ranks"]): row for row in rows}
+    ranks = sorted({n for what, n in by if what == "weak"})
+    figure = new_figure(12, 1.6 + 0.55 * (3 * len(ranks)))
+    speed, parts = figure.subplots(1, 2, width_ratios=(3, 2))
+    if ranks[-1] > 1:
+        better, gain = verdict(rows, ranks[-1])
+        figure.suptitle(
+            f"DDP on {ranks[-1]} ranks {better}: {gain:.2f} times one process", fontsize=15
+        )
+    draw_speed(speed, by, ranks)
+    draw_parts(parts, by, ranks)
+    save_figure(figure, path)
+
+
+def draw_speed(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
+    """Tokens per second of each way to use the machine, slowest and fastest round as a line."""
+    bars = [("one process", by["weak", 1], "lightgray")]
+    if ("all cores", 1) in by:
+        row = by["all cores", 1]
+        bars.append((f"one process,\n{row['threads_per_rank']} threads", row, "lightgray"))
+    for n in ranks[1:]:
+        bars.append((f"DDP, {n} ranks", by["weak", n], "cornflowerblue"))
+        bars.append((f"{n} independent\nprocesses", by["independent", n], "lightsteelblue"))
+    for place, (_, row, color) in enumerate(bars):
+        middle = row["tokens_per_second"]
+        error = [[middle - row["slowest_round"]], [row["fastest_round"] - middle]]
+        axes.barh(place, middle, 0.7, color=color, xerr=error, ecolor="dimgray")
+        axes.text(0, place, f" {middle:,.0f}", va="center", color="black")
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens/s", title="Speed; independent processes are the most this machine has")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def draw_parts(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
+    """Stacked milliseconds of a step under weak scaling, a bar for each number of ranks."""
+    rows = [by["weak", n] for n in ranks]
+    full = np.array([row["step_ms"] for row in rows])
+    # A share that noise made negative is not seen.
+    waiting, gradients = (
+        full * [max(row.get(key, 0.0), 0.0) for row in rows]
+        for key in ("waiting_share", "all_reduce_share")
+    )
+    bottom = np.zeros(len(ranks))
+    for label, heights, color in (
+        ("own work", full - waiting - gradients, "lightsteelblue"),
+        ("waiting, sum of losses", waiting, "tab:orange"),
+        ("all-reduce of gradients", gradients, "tab:red"),
+    ):
+        names = [counted(n, "rank") for n in ranks]
+        axes.bar(names, heights, bottom=bottom, label=label, width=0.5, color=color)
+        bottom += heights
+    axes.set(ylabel="ms", title="A step: what DDP adds", ylim=(0, 1.4 * max(bottom)))
+    axes.legend(fontsize=9, loc="upper left")
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """One row a measurement; a column that says nothing about it is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, lambda file: file.write(text.getvalue().encode("utf-8")))

@@ -1,0 +1,1 @@
+"""All of this project that needs a CUDA GPU, checked and measured: `bash tests/gpu/check.sh`."""
