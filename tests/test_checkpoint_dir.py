@@ -305,7 +305,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_training(tmp_path, mo
     Path("file.txt").write_text("no folder", encoding="utf-8")
     before = fingerprint(tmp_path)
     line = one_error(here("--max-steps", 2, "--checkpoint-dir", place))
-    assert f"--checkpoint-dir {place}: " in line
+    assert "--checkpoint-dir" in line and place in line
     assert fingerprint(tmp_path) == before
 
 
