@@ -163,48 +163,57 @@ def test_ctrl_c_while_the_run_sets_up_is_one_line(tmp_path, ranks):
     assert not (tmp_path / "run").exists()
 
 
-def test_sigterm_to_torchrun_saves_and_the_run_goes_on_exactly(tmp_path):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    flags = (*FLAGS, "--max-steps", 30)
-    process = torchrun(2, *flags, "--output-dir", run, faults=[PACE])
-    until_update(run, 6)
-    process.send_signal(signal.SIGTERM)
-    status, _, err = ending(process)
+TO_THE_LAUNCHER = {  # (signal, also to each of its ranks, which have sessions of their own)
+    "asked": ("SIGTERM", False),
+    "Ctrl-C": ("SIGINT", False),
+    "warned": ("SIGUSR1", True),  # as a batch system does it
+    "killed": ("SIGKILL", False),
+}
+
+
+@pytest.fixture(scope="module")
+def signalled(tmp_path_factory):
+    """How torchrun jobs of two ranks ended after a signal, by its kind: (folder, status, errors).
+
+    They are started together, since each of them needs seconds to import torch.
+    """
+    jobs, endings = {}, {}
+    for kind in TO_THE_LAUNCHER:
+        run = tmp_path_factory.mktemp(kind) / "run"
+        flags = (*FLAGS, "--max-steps", 3000, "--output-dir", run)
+        jobs[kind] = run, torchrun(2, *flags, faults=[PACE])
+    for kind, (run, process) in jobs.items():
+        until_update(run, 3, timeout=120)
+        ranks = children(process.pid)
+        number, to_ranks = TO_THE_LAUNCHER[kind]
+        for pid in (*(ranks if to_ranks else ()), process.pid):
+            os.kill(pid, getattr(signal, number))
+        status, _, err = ending(process)  # when all processes have closed the pipes
+        until_gone(ranks)
+        assert len(ranks) == 2
+        endings[kind] = run, status, err
+    return endings
+
+
+@pytest.mark.parametrize("kind", TO_THE_LAUNCHER)
+def test_a_signal_to_torchrun_is_one_short_message_after_saving(signalled, kind):
+    run, status, err = signalled[kind]
+    name = TO_THE_LAUNCHER[kind][0].replace("KILL", "TERM")  # what its orphans then give themselves
     assert status != 0
-    assert re.search(r"stopped: SIGTERM after update \d+ of 30", err), err
-    assert newest(run) == steps(run)[-1]
-    resumed = job(2, "--resume", run)
-    uninterrupted = job(2, *flags, "--output-dir", whole)
-    assert digest_line(resumed[0]) == digest_line(uninterrupted[0])
-    assert losses(run) == losses(whole)
-
-
-def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
-    run = tmp_path / "run"
-    process = torchrun(2, *FLAGS, "--max-steps", 3000, "--output-dir", run, faults=[PACE])
-    until_update(run, 3)
-    family = children(process.pid)
-    assert len(family) == 2
-    process.kill()
-    _, _, err = ending(process)  # the ranks hold the pipes: it ends when they close them
-    until_gone(family)
-    assert err.count("the launcher was killed") == 1 and "stopped: SIGTERM after update" in err
+    (line,) = re.findall(r"^stopped: .*$", err, re.MULTILINE)
+    assert re.search(rf"{name} after update \d+ of 3000; .*--resume {run}", line)
+    if kind == "killed":
+        assert err.count("the launcher was killed") == 1, err
     assert newest(run) == steps(run)[-1]
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGUSR1"])
-def test_a_signal_to_torchrun_and_every_child_is_one_short_message(tmp_path, kind):
-    run = tmp_path / "run"
-    process = torchrun(2, *FLAGS, "--max-steps", 3000, "--output-dir", run, faults=[PACE])
-    until_update(run, 3)
-    family = children(process.pid)
-    assert len(family) == 2
-    os.killpg(process.pid, getattr(signal, kind))  # a terminal's Ctrl-C, a cluster's warning
-    status, _, err = ending(process)
-    until_gone(family)
-    assert status != 0
-    assert len(re.findall(r"^stopped: ", err, re.MULTILINE)) == 1, err
-    assert newest(run) == steps(run)[-1]
+def test_a_run_stopped_under_torchrun_goes_on_exactly(signalled, tmp_path):
+    run, _, _ = signalled["asked"]
+    updates = newest(run) + 4
+    resumed = job(2, "--resume", run, "--max-steps", updates)
+    whole = job(2, *FLAGS, "--max-steps", updates, "--output-dir", tmp_path / "whole")
+    assert digest_line(resumed[0]) == digest_line(whole[0])
+    assert losses(run) == losses(tmp_path / "whole")
 
 
 # -- Errors of one rank --------------------------------------------------------------------
@@ -403,18 +412,20 @@ def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path, where, mo
 
 
 def test_results_are_complete_or_absent(tmp_path, monkeypatch):
-    def half(source, target):
-        raise KeyboardInterrupt  # as a kill between the last byte and the name would leave it
+    replace, flags = os.replace, (*FLAGS, "--max-steps", 2, "--save-every", 1)
+
+    def killed(source, target):  # between the last byte of the weights and their name
+        if Path(target).name == "tiny_transformer.pt":
+            raise KeyboardInterrupt
+        replace(source, target)
 
     run = tmp_path / "run"
-    assert here(*FLAGS, "--max-steps", 2, "--save-every", 1, "--output-dir", run).status == 0
-    (run / "tiny_transformer.pt").unlink()
-    monkeypatch.setattr(reference.os, "replace", half)
-    here("--resume", run)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        assert here(*flags, "--output-dir", run).status == 130
     assert not (run / "tiny_transformer.pt").exists()
     assert here("--resume", run).status == 0
-    assert weights(run)
+    assert weights(run) and not list(run.rglob("*.partial"))
 
 
 # -- Hangs and slow saves ------------------------------------------------------------------
@@ -484,6 +495,29 @@ def test_a_users_mistake_does_not_loop_through_the_restarts(tmp_path):
     assert status != 0
     assert err.count("error: --corpus-file") == 1, err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "again"),
+    [
+        (0, reference.UserError("wrong"), False),
+        (1, reference.UserError("wrong here"), False),
+        (0, reference.Diverged("nan"), False),
+        (0, reference.Stopped("SIGTERM", 15), False),
+        (0, reference.WriteError("full"), True),
+        (1, RuntimeError("a bug, or a bit that flipped"), True),
+    ],
+    ids=repr,
+)
+def test_only_what_may_pass_is_tried_again_by_the_launcher(monkeypatch, capsys, rank, error, again):
+    told = []
+    monkeypatch.setattr(os, "kill", lambda *to: told.append(to))
+    monkeypatch.setattr(reference, "PEER_LOSS_GRACE_S", 0)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises((SystemExit, RuntimeError)), reference.one_clear_ending():
+        raise error
+    assert told == ([] if again else [(os.getppid(), signal.SIGTERM)])
 
 
 # -- Side by side --------------------------------------------------------------------------
