@@ -115,9 +115,17 @@ def spoil_the_start(kind: str, value: object) -> None:
     elif kind == "slow save":
         torch.save = slowly(torch.save, value)
     elif kind == "Ctrl-C in set-up":
-        torch.manual_seed = lambda _: os.kill(os.getpid(), signal.SIGINT)
+        torch.manual_seed = pressed
     elif kind == "blocked teardown":  # as NCCL's is, when a peer will never come
         torch.distributed.destroy_process_group = lambda *_, **__: time.sleep(value)
+
+
+def pressed(_: int) -> None:
+    """Ctrl-C, when all ranks have come so far."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def slowly(save: Callable, seconds: float) -> Callable:
