@@ -61,7 +61,10 @@ def run(
     assert finished.status == status, finished.err
     return Ran(
         [float(loss) for loss in re.findall(r"^epoch \d+: loss (.+)$", finished.out, re.M)],
-        [float(loss) for loss in re.findall(r"^epoch \d+: validation loss (.+)$", finished.out, re.M)],
+        [
+            float(loss)
+            for loss in re.findall(r"^epoch \d+: validation loss (.+)$", finished.out, re.M)
+        ],
         torch.load(folder / "ddp_in_100_lines.pt", weights_only=True),
     )
 
@@ -134,7 +137,9 @@ FAULTS = {
     "average of the ranks' gradients not undone": [("RANKS / n", "1 / n")],
     "not clipped": [("model.parameters(), CLIP)", "model.parameters(), 1e9)")],
     "no shuffling": [("RANK, seed=SEED)", "RANK, seed=SEED, shuffle=False)")],
-    "loss of rank 0": [("if RANKS > 1:\n        distributed.all_reduce(sums)", "if False:\n        pass")],
+    "loss of rank 0": [
+        ("if RANKS > 1:\n        distributed.all_reduce(sums)", "if False:\n        pass")
+    ],
 }
 
 
@@ -146,8 +151,10 @@ def test_each_classic_bug_would_show_in_the_losses(fault, tmp_path, expected):
 
 
 def test_validation_with_repeated_samples_would_show(runs, tmp_path):
-    repeat = ("sampler=range(RANK, len(VALIDATION), RANKS)",
-              "sampler=DistributedSampler(VALIDATION, RANKS, RANK)")
+    repeat = (
+        "sampler=range(RANK, len(VALIDATION), RANKS)",
+        "sampler=DistributedSampler(VALIDATION, RANKS, RANK)",
+    )
     ran = run(tmp_path, 2, 2, 3, repeat)
     assert ran.losses == pytest.approx(runs[-1].losses, rel=1e-6)
     assert ran.validation != pytest.approx(runs[-1].validation, rel=1e-4)
