@@ -1016,7 +1016,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         del given["precision"]
     for name in sorted(given.keys() & saved.keys()):
         refuse(
-            fixed[name] and given[name] != saved[name],
+            fixed[name] and given[name] != saved[name] and "generate" not in given,
             f"--{name.replace('_', '-')} {given[name]} differs from the interrupted run's "
             f"{saved[name]}, which --resume continues; leave the flag out, or start a new run",
         )
@@ -1404,7 +1404,7 @@ def clean_lines(raw: mmap.mmap, name: str) -> Iterator[bytes]:
             ) from None
         offset += len(line)
         line = line.removeprefix(BOM) if number == 1 else line
-        yield line.rstrip(b"\r\n") + b"\n" if line.endswith((b"\r\n", b"\r")) else line
+        yield line[: line.rfind(b"\r")] + b"\n" if line.endswith((b"\r\n", b"\r")) else line
 
 
 class Samples(Sequence):

@@ -3,11 +3,12 @@
     python labs/ddp_in_100_lines.py
     python -m torch.distributed.run --standalone --nproc_per_node=2 labs/ddp_in_100_lines.py
 
-Each process, a "rank", trains a replica of the model on its share of the samples. Sums are added up
-and divided once; averages of unequal shares would not add up. So any number of ranks learns alike.
+torchrun numbers the processes that it starts: the ranks. Each trains a replica of the model on its
+share of the samples. Sums are added up and divided once, so any number of ranks learns the same.
 """
 
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,7 +21,6 @@ BATCH, ACCUMULATE = 4, 2  # samples in a micro-batch of a rank, and its micro-ba
 DROPOUT, SEED = 0.1, 1  # without dropout, equal RANKS × BATCH × ACCUMULATE give equal losses
 CHECKPOINT = Path("ddp_in_100_lines.pt")  # a run goes on from it; delete it to begin again
 IGNORE = -100  # a target that does not count
-# torchrun tells each process who it is. Plain python does not: one rank, and no process group.
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GPU = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # one for each rank
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if GPU else "cpu")
@@ -41,8 +41,8 @@ def add_up(model, batches):
     sums = torch.zeros(2, dtype=torch.float64, device=DEVICE)
     for j, (inputs, targets) in enumerate(batches, start=1):
         # In no_sync, which must hold the forward pass too, gradients add up on their own rank.
-        wait = model.training and RANKS > 1 and j < ACCUMULATE
-        with model.no_sync() if wait else nullcontext(), torch.set_grad_enabled(model.training):
+        local = model.training and RANKS > 1 and j < ACCUMULATE
+        with model.no_sync() if local else nullcontext(), torch.set_grad_enabled(model.training):
             logits = model(inputs.to(DEVICE)).flatten(0, -2)  # [B·T, classes]
             targets = targets.to(DEVICE).flatten()
             loss = nn.functional.cross_entropy(logits, targets, reduction="sum")
@@ -55,24 +55,23 @@ def add_up(model, batches):
 
 
 def main():
-    if RANKS > 1:
+    if RANKS > 1:  # plain python starts a single process, which needs no group
         distributed.init_process_group("nccl" if GPU else "gloo")  # ranks meet
     torch.manual_seed(SEED)  # the same initial weights on all ranks
     # YOUR MODEL: any nn.Module from inputs [B, …] to logits [B, …, classes]
     bare = nn.Sequential(nn.Embedding(256, 64), nn.Dropout(DROPOUT), nn.Linear(64, 256)).to(DEVICE)
     optimizer = torch.optim.AdamW(bare.parameters(), LEARNING_RATE)
-    saved = {"epochs": 0}
-    if CHECKPOINT.exists():  # each rank reads it; to the CPU first, or all copies land on GPU 0
-        saved = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
+    saved = torch.load(CHECKPOINT, "cpu", weights_only=True) if CHECKPOINT.exists() else {}
+    if saved:  # each rank has read it; to the CPU, or else all copies would land on GPU 0
         bare.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model = nn.parallel.DistributedDataParallel(bare) if RANKS > 1 else bare  # ranks meet
-    # Empty samples fill up the last update; DistributedSampler would repeat samples that count.
+    # Empty samples round up to whole updates. DistributedSampler would repeat real ones instead.
     train = TRAIN + [EMPTY] * (-len(TRAIN) % (RANKS * BATCH * ACCUMULATE))
     sampler = DistributedSampler(train, RANKS, RANK, seed=SEED)  # equally many for each rank
     loader = DataLoader(train, BATCH * ACCUMULATE, sampler=sampler)
     validation_loader = DataLoader(VALIDATION, BATCH, sampler=range(RANK, len(VALIDATION), RANKS))
-    for epoch in range(saved["epochs"], EPOCHS):
+    for epoch in range(saved.get("epochs", 0), EPOCHS):
         sampler.set_epoch(epoch)  # another order in each epoch, the same on all ranks
         torch.manual_seed(SEED + 1 + epoch * RANKS + RANK)  # but another dropout on each rank
         for inputs, targets in loader:
@@ -93,6 +92,7 @@ def main():
             torch.save({**saved, "epochs": epoch + 1}, f"{CHECKPOINT}.new")
             os.replace(f"{CHECKPOINT}.new", CHECKPOINT)  # a kill while saving spares the last one
     if RANKS > 1:
+        time.sleep(0.2)  # Gloo's threads may need a moment: the interpreter's end would abort them
         distributed.destroy_process_group()
 
 

@@ -11,8 +11,8 @@ from conftest import ROOT, Finished, run_command
 
 from labs.scaling import __main__ as lab
 from labs.scaling import measured as figures
-from labs.scaling import model, report
-from labs.scaling.team import message_sizes
+from labs.scaling import model, report, team
+from labs.scaling.rank import message_sizes
 
 SMALL = ("--batch-size", "4", "--d-model", "32", "--heads", "2")
 
@@ -94,7 +94,7 @@ def make_up(steps: dict[str, float], size: int = 350_000) -> dict:
 
     `steps`: seconds "alone", "no_sync", which is without gradients sent, and "ddp".
     """
-    blocks = figures.plan((1, 2), batch=8, threads=1, cores=2)
+    blocks = team.plan((1, 2), batch=8, threads=1, cores=2)
     how = {"weak": "ddp", "strong": "ddp", "no_sync": "no_sync"}
     results = []
     for ranks in (1, 2, 2):

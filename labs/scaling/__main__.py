@@ -13,7 +13,8 @@ what is timed is its own step, batches included; not the log, not the checkpoint
     no_sync          the same steps without the all-reduce of gradients: what that costs
 
 It takes about 40 s and writes scaling.csv and scaling.png to runs/scaling-<date>-<time>, or to
---output-dir. team.py is what the ranks do, measured.py what comes of it, model.py the prediction.
+--output-dir. team.py says what is measured in which order, rank.py does it; measured.py
+makes figures of it, model.py the prediction.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from typing import Any
 if not __package__:  # started by its path: the project is two folders above
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from labs.scaling.measured import by_block, plan, row_of
+from labs.scaling.measured import by_block, row_of
 from labs.scaling.model import Prediction
+from labs.scaling.rank import BLOCK_S
 from labs.scaling.report import as_table, conclusion, draw, forecast, write_csv
-from labs.scaling.team import BLOCK_S, take_turns
+from labs.scaling.team import plan, take_turns
 from labs.shared.flags import (
     BETWEEN_UPDATES,
     flag,

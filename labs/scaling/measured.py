@@ -6,27 +6,12 @@ are medians over the rounds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from labs.scaling.team import Block
-
-
-def plan(teams: Sequence[int], batch: int, threads: int, cores: int) -> list[Block]:
-    """All that is measured; `teams` are numbers of ranks, `batch` sequences per rank."""
-    blocks = []
-    whole = batch * math.lcm(*teams)  # the global batch of strong scaling, a multiple of all ranks
-    for ranks in teams:
-        blocks.append(Block("weak", ranks, batch, threads))
-        blocks.append(Block("strong", ranks, whole // ranks, threads))
-        if ranks > 1:
-            blocks += [Block(w, ranks, batch, threads) for w in ("no_sync", "independent", "link")]
-        elif threads < cores:
-            blocks.append(Block("all cores", 1, batch, cores))
-    return blocks
 
 
 class Measured:

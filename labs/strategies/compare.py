@@ -69,7 +69,7 @@ def compare(options: Any, settings: Any, flags: Sequence[str]) -> None:
     write_file(folder / OUTPUTS[0], lambda file: file.write(text.encode("utf-8")))
     write_json(folder / OUTPUTS[1], reports)
     draw(reports, folder / OUTPUTS[2])
-    show(f"\n{text}\nwritten to {folder}: {' '.join(OUTPUTS)}")
+    show(f"written to {folder}: {' '.join(OUTPUTS)}\n\n{text}")
 
 
 def a_rank(argv: list[str], shown: bool = True, alone: dict | None = None) -> dict:

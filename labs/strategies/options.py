@@ -1,4 +1,4 @@
-"""The lab's flags, and which of them go together."""
+"""The lab's flags, and what goes together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from labs.shared.flags import flag, read_flags, require_writable
-from labs.strategies.train import STRATEGIES, WATCHED_STEP
+from labs.shared.report import counted
+from labs.strategies.fsdp import FSDP
+from labs.strategies.fsdp_tensor import FSDPTensor
+from labs.strategies.parameter_server import ParameterServer
+from labs.strategies.pipeline import Pipeline
+from labs.strategies.step import DDP, Strategy
+from labs.strategies.tensor import TensorParallel
+from labs.strategies.traffic import WATCHED_STEP
 from llm_ddp_parallel_training import Settings, UserError
 
 LAB = "strategies"
+STRATEGIES: dict[str, type[Strategy]] = {
+    "one": Strategy, "ddp": DDP, "fsdp": FSDP, "tensor": TensorParallel, "pipeline": Pipeline,
+    "parameter-server": ParameterServer, "fsdp+tensor": FSDPTensor,
+}  # fmt: skip
 STEPS = 8  # enough to show whether two ways train alike
 SIZE = ["--max-steps", str(STEPS), "--precision", "fp32", "--d-model", "128", "--layers", "4"]
 SAME_HERE = {  # the reference's flags that mean the same here
@@ -61,7 +74,11 @@ class Options:
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:
     """The options, the reference's settings, and the flags that the latter came from."""
-    about = "The same model and data under several ways to divide the work."
+    same = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(SAME_HERE))
+    about = (
+        "The same model and data under several ways to divide the work. Only these of the "
+        f"script's flags mean anything here: {same}."
+    )
     refused = {field.name for field in fields(Settings)} - SAME_HERE
     options, settings, flags = read_flags(Options, argv, LAB, about, refused, SIZE)
     if bool(options.strategy) == options.compare:
@@ -101,3 +118,25 @@ def check(o: Options, s: Any, ranks: int) -> None:
         if refused:
             raise UserError(why)
     require_writable("--report", o.report)
+
+
+def check_run(run: Any, options: Any, index: dict) -> None:
+    """Refuses what data, backend and checkpoint make impossible. Raises `UserError`."""
+    launch, samples, steps = run.launch, len(run.data.train), run.settings.max_steps
+    gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
+    changed = [
+        f"{what} was {index['model'].get(what)} there and is {here} here"
+        for what, here in run.model.config.items()
+        if index and index["model"].get(what) != here
+    ]
+    for refused, why in (
+        (launch.device.type == "cuda" and gloo and options.strategy != "parameter-server",
+         f"--strategy {options.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
+        (samples < options.global_batch,
+         f"--global-batch {options.global_batch} of {counted(samples, 'sample')}"),
+        (changed, f"--load: {', '.join(changed)}"),
+        (index and index["step"] >= steps,
+         f"--max-steps {steps}: the checkpoint has {index.get('step')} already"),
+    ):  # fmt: skip
+        if refused:
+            raise UserError(why)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+WATCHED_STEP = 3  # the one that is counted: DDP arranges its buckets until step 2
 COLLECTIVES = {  # PyTorch's operators, in place and functional, by what they are called
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "all_reduce_": "all-reduce",
     "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",

@@ -9,35 +9,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from labs.shared.report import counted
 from labs.strategies.checkpoint import Saver, load, read_index
-from labs.strategies.fsdp import FSDP
-from labs.strategies.fsdp_tensor import FSDPTensor
+from labs.strategies.options import STRATEGIES, check_run
 from labs.strategies.parameter_server import ParameterServer, Server
-from labs.strategies.pipeline import Pipeline
-from labs.strategies.step import DDP, Strategy
-from labs.strategies.tensor import TensorParallel
-from labs.strategies.traffic import Watch, nbytes, state_of
+from labs.strategies.step import Strategy
+from labs.strategies.traffic import WATCHED_STEP, Watch, nbytes, state_of
 from llm_ddp_parallel_training import (
     EpochSampler,
     Launch,
     RunError,
-    UserError,
     build_tiny,
     inputs_of,
     set_up,
     valid_targets,
 )
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "one": Strategy, "ddp": DDP, "fsdp": FSDP, "tensor": TensorParallel, "pipeline": Pipeline,
-    "parameter-server": ParameterServer, "fsdp+tensor": FSDPTensor,
-}  # fmt: skip
 MEMORY = ("parameters", "gradients", "optimizer", "gathered", "activations")
-WATCHED_STEP = 3  # the one that is counted: DDP arranges its buckets until step 2
 
 
 def run_strategy(
@@ -165,25 +155,3 @@ def differences(report: dict, alone: dict) -> dict[str, float]:
     gradients = [float((ours[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()]
     apart = [abs(a - b) for a, b in zip(report["losses"], alone["losses"], strict=True)]
     return {"gradient_difference": max(gradients), "loss_difference": max(apart)}
-
-
-def check_run(run: Any, options: Any, index: dict) -> None:
-    """Refuses what data, backend and checkpoint make impossible. Raises `UserError`."""
-    launch, samples, steps = run.launch, len(run.data.train), run.settings.max_steps
-    gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
-    changed = [
-        f"{what} was {index['model'].get(what)} there and is {here} here"
-        for what, here in run.model.config.items()
-        if index and index["model"].get(what) != here
-    ]
-    for refused, why in (
-        (launch.device.type == "cuda" and gloo and options.strategy != "parameter-server",
-         f"--strategy {options.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
-        (samples < options.global_batch,
-         f"--global-batch {options.global_batch} of {counted(samples, 'sample')}"),
-        (changed, f"--load: {', '.join(changed)}"),
-        (index and index["step"] >= steps,
-         f"--max-steps {steps}: the checkpoint has {index.get('step')} already"),
-    ):  # fmt: skip
-        if refused:
-            raise UserError(why)

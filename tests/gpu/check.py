@@ -77,12 +77,13 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=24, help="of the random Qwen2.5 (default: 24, as the real)")
     add("--base-model", type=Path, help="a folder with Qwen2.5-0.5B (default: random weights)")
     add("--only", nargs="+", default=[""], metavar="PART", help="checks with this in their names")
-    add("--budget", type=float, default=460, help="seconds for all of it (default: 460)")
+    add("--budget", type=float, help="seconds for all of it (default: 460; rehearsal: 1800)")
     add("--lanes", type=int, help="checks on exactness at a time (default: 4; rehearsal: 2)")
     add("--step", help=argparse.SUPPRESS)
     add("--work", type=Path, help=argparse.SUPPRESS)
     add("--limit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    args.budget = args.budget or (460 if args.device == "cuda" else 1800)
     args.lanes = args.lanes or (4 if args.device == "cuda" else 2)
     return args
 
