@@ -47,6 +47,7 @@ def _rank(
     """What a forked rank does."""
     os.setpgrp() if environment.get("OWN_GROUP") else None
     os.environ.update(environment)
+    tempfile.tempdir = None  # by the new TMPDIR
     for number, suffix in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{log}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ import llm_ddp_parallel_training as reference
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL", "SIGSTOP")
 AT_START = ("full disk", "clock", "mean of means", "late", "small buckets", "slow save",
-            "blocked teardown")  # fmt: skip
+            "blocked teardown", "Ctrl-C in set-up")  # fmt: skip
 
 
 def strike(kind: str, value: object, arguments: tuple) -> None:
@@ -53,6 +54,9 @@ def strike(kind: str, value: object, arguments: tuple) -> None:
         model = next(a for a in arguments if isinstance(a, torch.nn.Module))
         with torch.no_grad():
             next(model.parameters()).fill_(float("nan"))
+    elif kind == "lost folder":  # and it cannot be made again
+        shutil.rmtree(value, ignore_errors=True)
+        Path(value).write_text("no folder", encoding="utf-8")
     elif kind == "full disk":  # no file grows beyond so many bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (value, resource.RLIM_INFINITY))
     else:
@@ -110,8 +114,18 @@ def spoil_the_start(kind: str, value: object) -> None:
         reference.wrap_in_ddp = functools.partial(reference.wrap_in_ddp, bucket_cap_mb=value)
     elif kind == "slow save":
         torch.save = slowly(torch.save, value)
+    elif kind == "Ctrl-C in set-up":
+        torch.manual_seed = pressed
     elif kind == "blocked teardown":  # as NCCL's is, when a peer will never come
         torch.distributed.destroy_process_group = lambda *_, **__: time.sleep(value)
+
+
+def pressed(_: int) -> None:
+    """Ctrl-C, when all ranks have come so far."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def slowly(save: Callable, seconds: float) -> Callable:

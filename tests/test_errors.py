@@ -306,30 +306,29 @@ def test_a_mistake_ends_the_process_with_status_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def said_once_and_as_root_cause(finished, text: str) -> None:
-    """Whoever reads the beginning or the end of a launcher's output finds the cause."""
-    assert finished.status != 0
-    (line,) = finished.error_lines()
-    assert text in line
-    cause = root_cause(finished)
-    assert line.removeprefix("error: ") in cause and "exitcode  : 2 " in cause
-    before_the_summary = finished.err.partition("Traceback")[0]  # the launcher's own
-    assert line in before_the_summary
-
-
-def test_on_two_ranks_a_mistake_in_the_data_is_said_once_and_stands_as_root_cause(desk):
-    finished = run_command(command(2, "--cpu", "--corpus-file", "latin1.txt"))
-    said_once_and_as_root_cause(finished, "latin1.txt, line 2, byte offset 6:")
+def test_on_two_ranks_a_mistake_in_the_data_is_said_by_rank_0_and_left_for_the_launcher(desk):
+    flags, file = ("--corpus-file", desk / "latin1.txt"), desk / "error.json"
+    endings = job(2, *flags, faults=[{"kind": "late", "rank": 1, "value": 0.5}],
+                  TORCHELASTIC_ERROR_FILE=str(file))  # fmt: skip
+    assert [e.status for e in endings] == [2, 2]
+    (line,) = endings[0].err.splitlines()
+    assert line.startswith("error: ") and "latin1.txt, line 2, byte offset 6:" in line
+    assert line.removeprefix("error: ") == json.loads(file.read_text())["message"]["message"]
     assert not (desk / "runs").exists()
 
 
-def test_a_mistake_is_said_by_rank_0_even_if_the_others_find_it_first(tmp_path):
+def test_a_mistake_is_said_once_by_rank_0_even_if_another_rank_finds_it_first(tmp_path):
     late = [{"kind": "late", "rank": 0, "value": 2}]
     finished = run_command(
         command(2, "--cpu", "--bogus", script=SPOILED),
         env=clean_environment(FAULTS=json.dumps(late)),
     )
-    said_once_and_as_root_cause(finished, "--bogus")
+    assert finished.status != 0
+    (line,) = re.findall(r"^.*error: .*--bogus.*$", finished.err.partition("Root Cause")[0], re.M)
+    assert line.startswith("error: ")
+    assert line in finished.err.partition("Traceback")[0]  # before the launcher's own
+    cause = root_cause(finished)  # so it is found at the end, too
+    assert line.removeprefix("error: ") in cause and "exitcode  : 2 " in cause
 
 
 def test_a_mistake_that_one_rank_alone_can_see_is_said_by_that_rank(tmp_path):

@@ -83,7 +83,7 @@ def test_every_file_is_opened_with_its_encoding_and_no_gpu_driver_is_asked(tmp_p
     strict = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
     finished = run_command(
         [sys.executable, *strict, str(SCRIPT), *map(str, flags)],
-        env=clean_environment(CUDA_VISIBLE_DEVICES="", PYTHONUTF8="0"),
+        env=clean_environment(CUDA_VISIBLE_DEVICES="", PYTHONUTF8="0", LC_ALL="C.UTF-8"),
     )
     assert finished.status == 0, finished.err
     assert finished.err == ""

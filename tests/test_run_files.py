@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,20 @@ def test_run_json_tells_how_the_run_was_made(run):
     assert content["parameters"] == {"total": count, "trained": count}
     assert {"device", "precision", "threads", "backend"} <= {c["what"] for c in content["choices"]}
     assert all(c["chosen"] and c["reason"] for c in content["choices"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take no such names")
+def test_a_file_name_that_is_not_utf_8_is_trained_on_and_found_again(tmp_path):
+    path = tmp_path / os.fsdecode(b"gr\xfc\xdfe.txt")
+    path.write_text("one\ntwo\nthree\nfour\n", encoding="utf-8")
+    flags = ("--save-every", 1, "--max-steps", 2, "--d-model", 8, "--corpus-file", path)
+    train_here(tmp_path / "run", *flags)
+    for resumed in (
+        ("--resume", tmp_path / "run", "--max-steps", 3),
+        ("--resume", tmp_path / "run", "--generate", "o"),
+    ):
+        finished = main_here("--cpu", "--threads", 1, *resumed)
+        assert finished.status == 0, finished.err
 
 
 def test_the_loss_curve_is_a_picture(run):

@@ -57,7 +57,7 @@ def soak(ranks: int, kills: int, folder: Path, seed: int = 0) -> int:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, LONGEST_WAIT_S))
         run.kill()
-        begun = re.search(r"going on from \S*step-(\d+)", run.text(0, "out"))
+        begun = re.search(r"going on from .*step-(\d+)", run.text(0, "out"))
         run.folder.cleanup()
         if int(begun.group(1) if begun else 0) != before:
             raise AssertionError(f"kill {kill}: went on from {begun}, not from {before}")
