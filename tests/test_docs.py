@@ -37,7 +37,7 @@ import llm_ddp_parallel_training as reference
 SCRIPT = "llm_ddp_parallel_training.py"
 WIKI = sorted((ROOT / "wiki").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WIKI]
-LAUNCH_FILES = sorted((ROOT / "docs" / "launch").iterdir())
+LAUNCH_FILES = sorted((ROOT / "wiki" / "launch").iterdir())
 LAB_FILES = sorted((ROOT / "labs").rglob("*.py"))
 LABS = sorted(path.parent.name for path in (ROOT / "labs").glob("*/__main__.py"))
 BENCHMARKS = sorted((ROOT / "tests" / "benchmarks").glob("*.py"))
@@ -256,7 +256,7 @@ def test_every_page_of_the_wiki_is_in_its_sidebar():
 
 
 def test_the_published_wiki_links_to_pages_by_their_names(tmp_path):
-    finished = run_command(["bash", f"{ROOT}/docs/publish_wiki.sh", "."], cwd=tmp_path)
+    finished = run_command(["bash", f"{ROOT}/wiki/publish.sh", "."], cwd=tmp_path)
     assert finished.status == 0, finished.err
     for page in WIKI:
         published = tmp_path / page.name
@@ -363,7 +363,7 @@ def test_the_commands_for_the_script_pass_its_own_checks():
         if "..." in command or "…" in command or path in LAUNCH_FILES:
             continue
         for program, arguments in programs(command.replace('"The "', "The")):
-            if program == SCRIPT and "docs/launch/" not in command and "--resume" not in arguments:
+            if program == SCRIPT and "wiki/launch/" not in command and "--resume" not in arguments:
                 settings_of(*arguments)
                 checked += 1
     assert checked > 10
@@ -403,7 +403,8 @@ def matches_signature(target, arguments: str, span: str) -> None:
 
 def test_the_table_of_settings_is_complete_and_its_defaults_are_true():
     rows = table(page_named("Low-Level-Design"), "defaults")
-    names = {f"--{name.replace('_', '-')}": name for name in reference.DEFAULTS}
+    fields = [f.name for f in dataclasses.fields(reference.Settings) if f.metadata]
+    names = {f"--{name.replace('_', '-')}": name for name in fields}
     assert {*names, "--help", "-h"} == SCRIPTS_FLAGS
     assert [code(row[0]) for row in rows] == list(names)
     for column, model in ((1, "tiny"), (2, "qwen")):
@@ -418,7 +419,7 @@ def test_the_exit_statuses_are_those_of_the_errors():
     for row in table(page_named("Low-Level-Design"), "statuses"):
         kind = getattr(reference, code(row[0]))
         if kind is reference.Stopped:
-            signals = (signal.SIGTERM, signal.SIGINT)
+            signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
             assert row[1] == " or ".join(str(kind("", number).status) for number in signals)
         else:
             assert row[1] == str(kind.status)
@@ -479,7 +480,8 @@ def test_the_example_batch_is_what_the_collator_makes():
 
 def test_the_limits_on_the_page_about_qwen_are_those_of_the_code():
     page = page_named("Qwen-LoRA").read_text("utf-8")
-    assert f"up to {reference.CausalLMWithLoss.FLATTEN_UP_TO:,} real tokens" in page
+    (most,) = re.findall(r"flatten_up_to = (\d+)", inspect.getsource(reference.qwen_collator))
+    assert f"up to {int(most):,} real tokens" in page
     assert f"for {reference.FrozenHeadLoss.CHUNK} positions at a time" in page
     default = settings_of("--model", "qwen")
     alpha = f"r {default.lora_r}, alpha {default.lora_alpha}, dropout {default.lora_dropout}"
@@ -553,11 +555,12 @@ def launched(text: str, folder: Path, **variables: str) -> tuple:
 
 
 def checkpoint_in(run: Path) -> None:
-    (run / "checkpoints" / "step-00000100").mkdir(parents=True)
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000100.pt").touch()
 
 
 def test_the_slurm_file_starts_a_run_and_goes_on_with_it_when_submitted_again(stand_ins):
-    text = (ROOT / "docs" / "launch" / "slurm.sbatch").read_text("utf-8")
+    text = (ROOT / "wiki" / "launch" / "slurm.sbatch").read_text("utf-8")
     variables = {
         "SLURM_JOB_NAME": "ddp", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "17",
@@ -581,7 +584,7 @@ def test_the_slurm_file_starts_a_run_and_goes_on_with_it_when_submitted_again(st
 
 
 def test_the_kubernetes_file_is_consistent_with_itself(stand_ins):
-    text = (ROOT / "docs" / "launch" / "kubernetes.yaml").read_text("utf-8")
+    text = (ROOT / "wiki" / "launch" / "kubernetes.yaml").read_text("utf-8")
     service, job = yaml.safe_load_all(text)
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -605,8 +608,8 @@ def test_the_kubernetes_file_is_consistent_with_itself(stand_ins):
 @pytest.mark.parametrize(
     ("line", "nodes", "ranks"),
     [
-        ("docs/launch/torchrun.sh node-a 2 8 --model qwen", "2", "8"),
-        ("docs/launch/mac.sh 2 --max-steps 20", "1:1", "2"),
+        ("wiki/launch/torchrun.sh node-a 2 8 --model qwen", "2", "8"),
+        ("wiki/launch/mac.sh 2 --max-steps 20", "1:1", "2"),
     ],
 )
 def test_a_launch_file_passes_its_flags_on(stand_ins, line, nodes, ranks):
@@ -618,6 +621,6 @@ def test_a_launch_file_passes_its_flags_on(stand_ins, line, nodes, ranks):
 
 
 def test_one_process_on_a_mac_needs_no_launcher(stand_ins):
-    call = f"bash {ROOT}/docs/launch/mac.sh 1 --max-steps 20"
+    call = f"bash {ROOT}/wiki/launch/mac.sh 1 --max-steps 20"
     finished = shell(call, stand_ins, env=environment(stand_ins))
     assert finished.out.splitlines() == [SCRIPT, "--max-steps", "20"]

@@ -129,7 +129,7 @@ def test_the_last_lines_sum_the_run_up(run):
     values = [row["val_loss"] for row in metrics(folder) if "val_loss" in row]
     assert "12 updates" in ending and "tokens/s" in ending
     assert f"final {values[-1]:.4f}" in ending and f"best {min(values):.4f}" in ending
-    assert re.search(r"peak \d+ MB", ending)
+    assert re.search(r"peak [\d,]+ MB", ending)
     assert re.search(r"^weights sha256 [0-9a-f]{64}$", ending, re.MULTILINE)
     assert str(folder) in ending
     assert finished.err == ""

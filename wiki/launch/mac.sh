@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A Mac, from the repository root (any flag of the script may follow):
 #
-#     bash docs/launch/mac.sh 1 --max-steps 20     # one process on the GPU, through Metal
-#     bash docs/launch/mac.sh 2 --max-steps 20     # two processes on the CPU, with DDP
+#     bash wiki/launch/mac.sh 1 --max-steps 20     # one process on the GPU, through Metal
+#     bash wiki/launch/mac.sh 2 --max-steps 20     # two processes on the CPU, with DDP
 set -euo pipefail
 ranks=$1
 shift

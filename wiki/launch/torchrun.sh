@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several nodes without a scheduler. The same line on every node, from the repository root:
 #
-#     bash docs/launch/torchrun.sh HEAD NODES RANKS_PER_NODE [flags of the script]
+#     bash wiki/launch/torchrun.sh HEAD NODES RANKS_PER_NODE [flags of the script]
 #
 # HEAD is the name or address of one of the nodes; the others must reach its port 29500. The run
 # folder must lie on a disk that all nodes see, or rank 0's node is where to look for it.
