@@ -157,7 +157,7 @@ class Launch:
     def say(self, text: str) -> None:
         """Prints once for the whole job: rank 0 speaks, the others are silent."""
         if self.rank == 0:
-            with contextlib.suppress(BrokenPipeError):  # the reader left: `| head`
+            with contextlib.suppress(OSError):  # the reader left: `| head`; a full disk: `> log`
                 print(text, flush=True)
 
 
@@ -1136,7 +1136,7 @@ def one_clear_ending() -> Iterator[Watch]:
         if leads or not error.by_all_ranks:
             speaker = "" if leads else f"rank {rank}: "
             say_error(f"{speaker}{'stopped' if stopped else 'error'}: {message}", message)
-        if leads and not isinstance(error, WriteError):
+        if isinstance(error, UserError) or (leads and error.by_all_ranks):
             # With --max-restarts torchrun would repeat the same mistake.
             if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("0", ""):
                 os.kill(os.getppid(), signal.SIGTERM)
@@ -1222,7 +1222,9 @@ def keep_watch(watch: Watch, signals: socket.socket) -> None:
             launcher = os.getppid()
             if rank == "0":
                 say_error("the launcher was killed")
-            os.kill(os.getpid(), signal.SIGTERM)  # nobody else could end this rank any more
+            time.sleep(0 if rank == "0" else 2)  # rank 0 has the word, and a stop is for all
+            if not watch.signal:
+                os.kill(os.getpid(), signal.SIGTERM)  # nobody else could end this rank any more
         if watch.patient:
             continue
         place, waited = f"rank {rank}, update {watch.step}, {watch.phase}", now - watch.since
@@ -1354,11 +1356,16 @@ def records_of(path: Path) -> Iterator[Any]:
     if kind == ".parquet":
         if not importlib.util.find_spec("datasets"):
             raise ValueError("parquet needs a package: pip install datasets; or write .jsonl")
-        from datasets import Dataset
+        import datasets
 
-        yield from Dataset.from_parquet(str(path), keep_in_memory=True)
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(50)
+        with tempfile.TemporaryDirectory() as cache:
+            options = {"cache_dir": cache, "keep_in_memory": True}
+            yield from datasets.Dataset.from_parquet(str(path), **options)
         return
-    text, gap, at = map_corpus(path)[:].decode("utf-8-sig"), re.compile(r"[\s,]*"), 0
+    raw, gap, at = map_corpus(path), re.compile(r"[\s,]*"), 0
+    text = b"".join(clean_lines(raw, str(path)) if raw else ()).decode("utf-8")
     if kind != ".json":
         yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[kind == ".tsv"])
         return
@@ -1377,6 +1384,8 @@ def read_corpus(settings: Settings) -> tuple[bytes | mmap.mmap, str]:
         try:
             rows = (json.dumps(row, default=str).encode() for row in records_of(path))
             return spill(row + b"\n" for row in rows), str(path)
+        except UserError:
+            raise
         except Exception as error:  # of json, csv, or datasets
             raise UserError(f"{path}: {reason_of(error)}") from None
     raw = map_corpus(path)
@@ -1727,7 +1736,9 @@ def answers_of(tokenizer: Any, conversation: dict, counts: Counter) -> list[tupl
                 two = ([*messages[:i], {"role": "assistant", "content": x}] for x in "xy")
                 begin = common(*(render(tokenizer, conversation, messages) for messages in two))
                 rest, opened = after[begin:], before[begin:].strip()
-                texts.append(before + (rest.removeprefix(opened).lstrip() if opened else rest))
+                if opened and rest.startswith(opened):
+                    rest = rest[len(opened) :].lstrip()
+                texts.append(before + rest)
             spans = [(len(before), len(text)) for before, text in zip(befores, texts)]
     for k, i in enumerate(said):
         texts[k], end = closed(tokenizer, conversation, i, texts[k], *spans[k])
@@ -1909,8 +1920,11 @@ class TokenizedSamples(Dataset):
                     tokens.frombytes((piece | learned * self.LEARNED).tobytes())
                     lengths.append(len(piece))
                     records.append(i)
-        self.tokens, self.records = np.frombuffer(tokens, np.uint32), np.frombuffer(records, "I")
-        self.edges = np.append(0, np.cumsum(np.frombuffer(lengths, "I"), dtype=np.int64))
+        # Copies, since an array that has grown holds a reserve.
+        self.tokens, self.records = np.array(tokens, np.uint32), np.array(records, np.uint32)
+        self.edges = np.append(0, np.cumsum(lengths, dtype=np.int64))
+        if len(tokens) < 2**32:
+            self.edges = self.edges.astype(np.uint32)
         self.windows = best_fit(lengths, settings.seq_len) if settings.pack else range(len(records))
 
     def __len__(self) -> int:
@@ -1972,7 +1986,8 @@ def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
         places = (targets.flatten() != IGNORE).nonzero()[:, 0]  # (learned,)
         batch = {"input_ids": input_ids, "labels": labels, "attention_mask": real.long()}
         batch["record_ids"] = torch.tensor([record_id for record_id, _ in items] or [-1])
-        batch["tokens"] = int(real.sum()) - sum(len(pieces) for pieces in rows)
+        read = int(real.sum()) - sum(len(pieces) for pieces in rows)
+        batch["tokens"] = read if items else 0
         batch["inputs"] = inputs | {"learned": places, "targets": targets.flatten()[places]}
         return batch
 
@@ -2384,7 +2399,7 @@ def continue_prompt(settings: Settings) -> None:
     about = json.loads((folder / "run.json").read_text("utf-8"))
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(base, str(folder / "adapter"))
+    model = PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True)
     require_same_base(about["frozen"], frozen_checksum(CausalLMWithLoss(model)), s)
     for who, is_base in (("base", True), ("adapted", False)):
         print(f"{who:8} {qwen_answer(model, tokenizer, s.generate, about['chat'], is_base)}")
@@ -2411,7 +2426,7 @@ def patiently(function: Callable, *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
         except Exception as error:  # every file system has its own kinds
-            final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+            final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
             if pause is None or isinstance(error, final):
                 raise
             time.sleep(pause)
@@ -2601,6 +2616,10 @@ def fit_to_checkpoint(run: Run) -> dict | None:
     before, now = state["corpus"], run.data.identity
     refuse(before != now, f"the interrupted run's corpus has {before}, this one {now}")
     require_same_base(state["frozen"], run.frozen, s)
+    shapes = [{(name, tuple(value.shape)) for name, value in named}
+              for named in (trained_parameters(run.model), state["model"].items())]  # fmt: skip
+    different = sorted(shapes[0] ^ shapes[1])
+    refuse(different, f"--resume: checkpoint and model differ in {different[:2]}")
     ranks, wanted = launch.world_size, state["global_batch"]
     if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
         per_rank = wanted // ranks
@@ -2698,7 +2717,8 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Writes an object as indented UTF-8. Raises `WriteError`."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_file(path, lambda file: file.write(text.encode("utf-8")))
+    # A file name that is not UTF-8 has lone surrogates; as \udcfc they read back the same.
+    write_file(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
 
 
 def open_run_folder(run: Run) -> Path:
@@ -2729,6 +2749,11 @@ def claim(folder: Path, settings: Settings) -> bool:
     refuse(s.overwrite and deletes, "--overwrite would delete what --resume goes on from")
     taken = foreign and s.checkpoint_dir and not s.overwrite
     refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
+    try:  # not hours later, at the first save
+        if s.checkpoint_dir:
+            checkpoints.fs.makedirs(checkpoints.root, exist_ok=True)
+    except Exception as error:  # every file system has its own kinds
+        raise UserError(f"--checkpoint-dir {s.checkpoint_dir}: {reason_of(error)}") from None
     try:
         folder.mkdir(parents=True, exist_ok=bool(s.output_dir))
         if s.overwrite and not own:
@@ -2894,7 +2919,7 @@ def show_plan(run: Run) -> None:
     text = "".join(f"{on}{part}{off}" if learned else part for part, learned in run.show())
     say(f"{'sample':10} what is learned stands in {on}{'green' if on != '[[' else ''}{off}")
     say(text)
-    say("memory: python -m labs.planner tells how much a rank needs")
+    say(f"memory: python -m labs.planner {' '.join(sys.argv[1:])}".rstrip())
     say("dry run: settings and data are good; nothing was trained or written")
 
 
@@ -2984,6 +3009,8 @@ class RunLog:
                 self.file.write(json.dumps(row) + "\n")
                 self.file.flush()
         except OSError as error:  # training can go on; `close` writes all rows again
+            with contextlib.suppress(OSError):
+                self.file.close()
             self.file = None
             say_error(f"warning: cannot write {self.folder / 'metrics.jsonl'}: {reason_of(error)}")
         for name in sorted(row.keys() - {"step", "epoch"}) if self.board else ():

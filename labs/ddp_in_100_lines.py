@@ -92,7 +92,7 @@ def main():
             torch.save({**saved, "epochs": epoch + 1}, f"{CHECKPOINT}.new")
             os.replace(f"{CHECKPOINT}.new", CHECKPOINT)  # a kill while saving spares the last one
     if RANKS > 1:
-        time.sleep(0.2)  # Gloo's threads may need a moment: the interpreter's end would abort them
+        time.sleep(0.2)  # Gloo's threads still need the interpreter: without it, they abort
         distributed.destroy_process_group()
 
 

@@ -137,7 +137,8 @@ def test_a_conversation_may_begin_with_the_assistant_or_let_it_speak_twice(token
         assert (rule, learned) == (APPENDED, expected)
         assert text == tokenizer.apply_chat_template(messages, tokenize=False)
         assert "".join(learned_of(MARKING, messages, MARKED)) == expected
-        assert "".join(learned_of(REWRITING, messages, ONE_BY_ONE)) == expected
+        _, samples = samples_of(tokenizer_with(REWRITING), messages)
+        assert "".join(learned for _, learned in samples) == expected
 
 
 def test_a_conversation_without_an_answer_teaches_nothing(tokenizer):
@@ -153,10 +154,12 @@ def test_a_template_that_marks_the_assistant_is_believed():
     assert learned_of(MARKING, SHORT, MARKED) == [expected]  # and not the "(note)"
     assert learned_of(MARKING_LESS, SHORT, MARKED) == [expected]
     assert learned_of(MARKING, [SHORT[0], says("assistant", "😀é")], MARKED) == ["😀é<|im_end|>"]
+    # Marks that leave out an answer are no help.
     only_last = MARKING.replace(
         "m.role == 'assistant' %}", "m.role == 'assistant' and loop.last %}"
     )
-    assert learned_of(only_last, SHORT, APPENDED)  # marks that leave out an answer are no help
+    rule, samples = samples_of(tokenizer_with(only_last), SHORT)
+    assert rule != MARKED and [s[1].strip() for s in samples] == ["A<|im_end|>", "A2<|im_end|>"]
 
 
 def test_a_template_that_rewrites_history_gives_one_sample_an_answer():

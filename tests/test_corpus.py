@@ -29,7 +29,7 @@ def naive_lines(data: bytes) -> tuple[list[str], int]:
     lines = data.removeprefix(BOM).split(b"\n")
     if not lines[-1]:
         lines.pop()  # what follows the last line feed is no line
-    lines = [line.rstrip(b"\r") for line in lines]
+    lines = [line.removesuffix(b"\r") for line in lines]
     texts = [line.decode("utf-8") for line in lines if any(byte > 32 for byte in line)]
     return texts, len(lines) - len(texts)
 
@@ -100,7 +100,7 @@ def test_a_document_is_the_same_wherever_the_reader_cuts_it(tmp_path, monkeypatc
     for _ in range(200):
         data = random_text(source, source.randrange(1, 60))
         # A CR at the very end is half a CRLF.
-        expected = re.sub(rb"\r+(\n|\Z)", b"\n", data.removeprefix(BOM))
+        expected = re.sub(rb"\r(\n|\Z)", b"\n", data.removeprefix(BOM))
         document = samples_of(tmp_path, data, "document")
         assert document.sizes(slice(1)).tolist() == [len(expected)], data
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""labs/explain_step.py: what it says about a step is what the step did."""
+"""labs/explain_step: what it says about a step is what the step did."""
 
 from __future__ import annotations
 

@@ -28,6 +28,9 @@ from labs.planner.__main__ import main
 from labs.planner.choose import layouts
 from labs.planner.models import model_of_size, tiny_model
 from labs.planner.report import report
+from labs.strategies.pipeline import Stage
+from labs.strategies.tensor import split_matrices
+from labs.strategies.traffic import nbytes
 
 sys.path.insert(0, str(ROOT / "tests/benchmarks"))
 
@@ -263,16 +266,15 @@ def test_fsdp_over_two_ranks_holds_the_bytes_that_the_plan_says():
 
 
 def test_tensor_and_pipeline_ranks_hold_the_bytes_that_the_plan_says():
-    strategies = pytest.importorskip("labs.strategies")
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = tiny_model(*SHAPE)
     with two_ranks_of_which_we_are_one():
-        model = strategies.split_matrices(tiny(), init_device_mesh("cpu", (2,)))
-        held = strategies.nbytes(model.parameters())
+        model = split_matrices(tiny(), init_device_mesh("cpu", (2,)))
+        held = nbytes(model.parameters())
     assert held == state_of("ddp", shape, tensor=2)[0]
     for stage in (0, 1):
-        held = strategies.nbytes(strategies.Stage(tiny(), stage, 2).parameters())
+        held = nbytes(Stage(tiny(), stage, 2).parameters())
         assert held == 4 * shape.part(pipeline=2, stage=stage)
 
 

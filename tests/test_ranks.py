@@ -17,9 +17,9 @@ from llm_ddp_parallel_training import RunError, UserError, gather, read_launcher
 
 def work(what: str) -> tuple[int, list[int]]:
     """Rank and the ranks that it met; rank 1 first does `what`."""
-    dist.init_process_group("gloo")
     launch = read_launcher()
     print(f"rank {launch.rank} prints", flush=True)
+    dist.init_process_group("gloo")
     if launch.rank == 1:
         if what == "fail":
             raise ValueError("a reason")

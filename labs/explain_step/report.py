@@ -108,7 +108,8 @@ def gradient_report(step: dict, settings: ddp.Settings, full: bool) -> list[str]
         lines += prose(
             "A rank's own gradient, as it was before the all-reduce, is that of its own mean loss. "
             "The averaged one, G, is that of the global mean: the ranks' gradients times the "
-            "weights above, added up. It is shorter than they are where they disagree."
+            "weights above, added up. It is shorter than their mean: what they disagree about "
+            "cancels."
         )
     else:
         lines += prose("In a single process the rank's own gradient is the averaged one, G.")

@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if most > 1:
             show(forecast(Prediction(measured, most, results[0]["bytes"]), rows) + "\n")
         show(f"written to {folder}: {' '.join(OUTPUTS)}")
-        if most > 1:
-            show("\n" + paragraph(conclusion(rows, most, cores)))
+        said = conclusion(rows, most, cores) if most > 1 else "One rank has nothing to scale to."
+        show("\n" + paragraph(said))
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:

@@ -94,13 +94,18 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
     )
     if ranks * weak["threads_per_rank"] > cores:
         text += " With more ranks than cores, ranks also take turns."
-    calm = min(row["slowest_round"] / row["fastest_round"] for row in rows)
-    if calm < CALM:
+    if busy := noise(rows):
         text += (
-            f" The machine was busy with other things: rounds differ by up to {1 / calm:.1f} "
-            "times, so do not read much into these figures."
+            f" The machine was busy with other things: rounds differ by up to {busy:.1f} times, so "
+            "do not read much into these figures."
         )
     return text
+
+
+def noise(rows: list[dict]) -> float:
+    """By how many times rounds differ, if it is so much that the machine was not ours; else 0."""
+    calm = min(row["slowest_round"] / row["fastest_round"] for row in rows)
+    return 1 / calm if calm < CALM else 0.0
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -111,8 +116,9 @@ def draw(rows: list[dict], path: Path) -> None:
     speed, parts = figure.subplots(1, 2, width_ratios=(3, 2))
     if ranks[-1] > 1:
         better, gain = verdict(rows, ranks[-1])
+        doubt = " (but the machine was busy)" if noise(rows) else ""
         figure.suptitle(
-            f"DDP on {ranks[-1]} ranks {better}: {gain:.2f} times one process", fontsize=15
+            f"DDP on {ranks[-1]} ranks {better}: {gain:.2f} times one process{doubt}", fontsize=15
         )
     draw_speed(speed, by, ranks)
     draw_parts(parts, by, ranks)

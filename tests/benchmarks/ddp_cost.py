@@ -85,9 +85,7 @@ class Way:
 def rank_main(rounds: int) -> None:
     """Prints the table from rank 0."""
     launch = ddp.read_launcher()
-    ddp.choose_device(launch, ddp.parse_settings(["--cpu"]))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    ddp.set_up(launch, ddp.parse_settings(["--cpu", "--threads", "1"]))
     for title, shape in SHAPES.items():
         ways = {name: Way(name, shape, launch) for name in WAYS}
         seen: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -106,8 +104,7 @@ def rank_main(rounds: int) -> None:
             ]
             middle = statistics.median(speeds)
             launch.say(f"  {name:20}{middle:>10,.0f}{ratios[0]:>12.2f}{ratios[1]:>10.2f}")
-    time.sleep(0.2)  # Gloo's threads end their work before the group goes
-    dist.destroy_process_group()
+    ddp.tear_down()
 
 
 def main() -> None:

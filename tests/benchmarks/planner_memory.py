@@ -80,7 +80,7 @@ def measure(flags: list[str]) -> dict[str, int]:
     small = ddp.parse_settings(["--cpu", "--precision", "fp32", "--seq-len", "16"])
     train(ddp.TinyCausalTransformer(64, 1, 4, 0.0, 16), small, 2)  # what is loaded late is loaded
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        ddp.choose_threads(ddp.Launch(), settings)  # which lets the process keep its memory
+        ddp.set_up(ddp.Launch(), settings)  # which lets the process keep freed memory
     libraries, files = resident("VmRSS"), resident("RssFile")
     if settings.model == "qwen":
         base = Qwen2ForCausalLM(full_config()).eval()

@@ -49,13 +49,15 @@ CASES = {  # name: (data of this side, data of the Trainer, rows, tokens a row, 
     "lines": ("lines", "lines", 8, 64, ()),
     "packed": ("packed", "lines", 8, 64, ("--pack",)),
     "full": ("full", "full", 4, 256, ()),
-    "checkpointing": ("full", "full", 4, 256, ("--gradient-checkpointing",)),
+    "checkpointing": ("full", "full", 4, 256, ("--gradient-checkpointing", "full")),
+    "selective": ("full", "full", 4, 256, ("--gradient-checkpointing", "selective")),
 }
 TITLES = {
     "lines": "lines of about ten tokens, 8 a step",
     "packed": "the same lines, --pack, 8 x 64",
     "full": "full windows, 4 x 256",
-    "checkpointing": "full windows, --gradient-checkpointing",
+    "checkpointing": "the same, --gradient-checkpointing full",
+    "selective": "the same, selective",
 }
 
 
@@ -130,13 +132,15 @@ def script_side(args: argparse.Namespace, steps: int) -> None:
     batch = ("--batch-size", str(rows), "--seq-len", str(seq_len))
     settings = ddp.parse_settings(["--model", "qwen", *where, *batch, *flags])
     launch = ddp.Launch()
-    ddp.choose_device(launch, settings)
+    ddp.set_up(launch, settings)
+    base.set_attn_implementation(ddp.attention_for(launch, settings.precision))
     samples = samples_of(data, rows * steps * (6 if settings.pack else 1))
     windows = [[i] for i in range(len(samples))]
     if settings.pack:
         windows = ddp.best_fit([len(ids) for ids in samples], seq_len)
         random.Random(0).shuffle(windows)
-    items = [(w[0], [(samples[i], samples[i]) for i in w]) for w in windows]  # TokenizedSamples'
+    # As TokenizedSamples gives them: a window's pieces as (ids, which of them are learned).
+    items = [(w[0], [(samples[i], np.ones(len(samples[i]), bool)) for i in w]) for w in windows]
 
     class Padding:
         pad_token_id = eos_token_id = 0

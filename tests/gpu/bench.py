@@ -104,7 +104,8 @@ class Bench:
     @property
     def tiny(self) -> str:
         """Flags of a small run; the rehearsal's is smaller still."""
-        size = "--d-model 128 --layers 2 --batch-size 16" if self.cuda else "--batch-size 4"
+        size = "--d-model 128 --layers 2 --batch-size 16"
+        size = size if self.cuda else "--batch-size 4 --val-fraction 0.01"
         return f"--model tiny --builtin python-docs {size} --max-steps 20 --log-every 1"
 
     @property
@@ -129,13 +130,10 @@ class Bench:
         if self.cuda:  # a run on the CPU would hide the GPUs from a process that has used none yet
             torch.cuda.init()
         folder, said, status = self.work / name, io.StringIO(), 0
-        arguments = [
-            *shlex.split(flags),
-            "--device",
-            device or self.device,
-            "--output-dir",
-            str(folder),
-        ]
+        arguments = [*shlex.split(flags), "--device", device or self.device]
+        arguments += ["--output-dir", str(folder)]
+        if not self.cuda:  # on busy cores threads wait for each other at every small operation
+            arguments += ["--threads", "1"]
         for flag, path in paths.items():
             arguments += [f"--{flag.replace('_', '-')}", str(path)]
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
