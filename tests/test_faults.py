@@ -345,7 +345,7 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_weights(
     assert whole.status == 0 and finished.status == 1
     (line,) = finished.err.splitlines()
     assert line.startswith("error: cannot write") and "No space left on device" in line
-    (elsewhere,) = temporary.iterdir()
+    (elsewhere,) = temporary.glob("results-*")
     assert line.endswith(f"the trained weights are in {elsewhere}")
     saved, expected = weights(elsewhere), weights(tmp_path / "whole")
     assert saved.keys() == expected.keys()
