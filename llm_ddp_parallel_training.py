@@ -111,8 +111,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if state:
             restore(trainer, state)
         with stop_wishes(watch):  # from here on SIGTERM, SIGUSR1 and Ctrl-C save before they end
-            trainer.fit()
-            finish(trainer)  # rank 0 saves the weights, the others wait for it
+            try:
+                trainer.fit()
+                finish(trainer)  # rank 0 saves the weights, the others wait for it
+            finally:
+                if checkpoints:  # whatever ended the run, what is being saved gets to the disk
+                    checkpoints.wait()
         return None
 
 
