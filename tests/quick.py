@@ -72,7 +72,7 @@ class Job:
         arguments = ["--cpu", "--threads", "1", *map(str, flags)]
         port, self.processes = free_port(), []
         for rank in range(ranks):
-            env = {"OWN_GROUP": "1", **environment}
+            env = {"OWN_GROUP": "1", "TMPDIR": self.folder.name, **environment}
             if ranks > 1:
                 env.update(
                     RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),

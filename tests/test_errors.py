@@ -300,12 +300,6 @@ def test_a_terminal_that_cannot_show_a_character_does_not_end_the_run(tmp_path, 
 # Launched as a user would
 
 
-def test_a_mistake_ends_the_process_with_status_2(tmp_path):
-    finished = run_command(command(1, "--cpu", "--lr", "nan"), cwd=tmp_path)
-    assert "--lr" in the_error_line(finished)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_on_two_ranks_a_mistake_in_the_data_is_said_by_rank_0_and_left_for_the_launcher(desk):
     flags, file = ("--corpus-file", desk / "latin1.txt"), desk / "error.json"
     endings = job(2, *flags, faults=[{"kind": "late", "rank": 1, "value": 0.5}],
