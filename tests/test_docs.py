@@ -115,7 +115,7 @@ def copy(tmp_path_factory) -> Path:
     """A copy of what a user's commands touch, beside a folder `bin` with this Python."""
     folder = tmp_path_factory.mktemp("docs")
     shutil.copy(ROOT / SCRIPT, folder)
-    for part in ("labs", "docs", "tests"):
+    for part in ("labs", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     return with_python(folder, f'exec "{sys.executable}" "$@"')
 
