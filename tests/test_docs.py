@@ -417,6 +417,14 @@ def test_the_table_of_settings_is_complete_and_its_defaults_are_true():
             assert row[column] == word, row
 
 
+def test_the_class_diagram_holds_every_class_of_part_1():
+    part_1 = (ROOT / SCRIPT).read_text("utf-8").split("# ==== Part ")[1]
+    classes = re.findall(r"^class (\w+)", part_1, re.MULTILINE)
+    (diagram,) = (b.text for b in blocks(page_named("Low-Level-Design")) if "mermaid" in b.language)
+    assert len(classes) > 5
+    assert set(classes) <= set(re.findall(r"^    class (\w+) \{$", diagram, re.MULTILINE))
+
+
 def test_the_exit_statuses_are_those_of_the_errors():
     for row in table(page_named("Low-Level-Design"), "statuses"):
         kind = getattr(reference, code(row[0]))
@@ -605,6 +613,15 @@ def test_the_kubernetes_file_is_consistent_with_itself(stand_ins):
     assert settings_of(*flags).output_dir == Path("/runs/train")
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=name_of)
+def test_a_launch_file_names_files_where_they_are(path):
+    """Also by a Windows path, in which no other test sees a folder that has moved."""
+    text = path.read_text("utf-8").replace("\\", "/")
+    named = re.findall(r"[\w./]*launch/[\w.]+\w", text)
+    assert named or path.name == "Dockerfile"  # it is named by the file that uses it
+    assert all((ROOT / name).is_file() for name in named), named
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # Two processes on one Windows machine, from the repository root (any flag of the script may follow):
 #
-#     .\docs\launch\windows.ps1 --max-steps 20
+#     .\wiki\launch\windows.ps1 --max-steps 20
 #
 # PyTorch for Windows is built without libuv, which the launcher would use for its store.
 $env:USE_LIBUV = "0"
