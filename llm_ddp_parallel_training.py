@@ -35,8 +35,8 @@ from __future__ import annotations
 import argparse
 import array
 import bisect
-import collections
 import contextlib
+import copy
 import csv
 import ctypes
 import dataclasses
@@ -803,7 +803,7 @@ class Trainer:
             self.require_sound_weights()
             self.launch.watch.enter("sample", patient=True)
             if self.launch.rank == 0:
-                self.log.say(f"sample     {self.run.sample()}")
+                self.launch.say(f"sample     {self.run.sample()}")
         if stop and not last:
             self.save_and_stop()
         if stop or (s.save_every and (better or due(s.save_every))):
@@ -816,11 +816,11 @@ class Trainer:
         self.save()
         place = self.checkpoints.secure(self.log.folder) if self.checkpoints else ""
         place = gather(place, self.launch)[0]  # nobody leaves before rank 0 has saved
-        raise Stopped(
-            f"{signal.Signals(number).name} after update {self.progress.step} of "
-            f"{self.run.updates}; the state is saved, go on with --resume {place}",
-            number,
-        )
+        name, step, updates = signal.Signals(number).name, self.progress.step, self.run.updates
+        done = f"{name} after update {step} of {updates}; the state is saved"
+        stopped = Stopped(f"{done}, go on with --resume {place}")
+        stopped.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
+        raise stopped
 
     def require_sound_weights(self) -> None:
         """Raises `Diverged` unless a forward pass with these weights gives a finite loss: a huge
@@ -862,21 +862,18 @@ class Settings:
 
     model: str = flag("tiny", "tiny: byte-level Transformer, no download; qwen: Qwen2.5 with LoRA",
         group="run", choices=("tiny", "qwen"), fixed=True)
-    device: str = flag("auto", "auto: CUDA, else a Mac's GPU (one process only), else the CPU",
+    device: str = flag("auto", "auto: CUDA, else (one process only) a Mac's GPU, else the CPU",
         choices=("auto", "cpu", "cuda", "mps"))
     cpu: bool = flag(False, "the same as --device cpu")
     seed: int = flag(0, "fixes initial weights, split, order and dropout", low=0, fixed=True)
-    threads: int | None = flag(None, "CPU threads per rank (default: its share of the cores)",
-        low=1, high=4096)
-    output_dir: Path | None = flag(None, "where the run writes (default: "
-        "runs/<model>-<date>-<time>)")
+    threads: int | None = flag(None, "per rank (default: its share of the cores)", low=1, high=4096)
+    output_dir: Path | None = flag(None, "where the run writes (default: runs/<model>-<time>)")
     overwrite: bool = flag(False, "replace the run that --output-dir holds")
     resume: str | None = flag(None, "go on from the newest checkpoint of a run (its folder, or the "
         "URL of --checkpoint-dir); flags not given keep their values. FILE: a new run from there. "
         "auto: from --output-dir if it has one, else begin", metavar="{auto,RUN,FILE,URL}")
     dry_run: bool = flag(False, "check settings and data, show a sample; train and write nothing")
-    generate: str | None = flag(None, "continue PROMPT, on the CPU, with the model of the --resume "
-        "run", metavar="PROMPT")
+    generate: str | None = flag(None, "continue this with the model of --resume", metavar="PROMPT")
 
     corpus_file: Path | None = flag(None, "your own text or records instead of --builtin: .txt, "
         ".jsonl, .json, .csv, .tsv, .parquet, also gzipped", group="data")
@@ -886,8 +883,7 @@ class Settings:
     corpus_format: str | None = flag(None, "lines: a sample a line; document: one running text; "
         "jsonl: records of text, prompts or chats (default: by the file's name)",
         choices=("lines", "document", "jsonl"), fixed=True)
-    val_fraction: float = flag(0.1, "share of the samples held out for validation; 0: none", low=0,
-        high=0.9, fixed=True)
+    val_fraction: float = flag(0.1, "held out for validation", low=0, high=0.9, fixed=True)
     pack: bool = flag(False, "fill every window with several samples: no padding, more tokens a "
         "second; with tiny joined by EOS, with qwen invisible to each other", fixed=True)
     overlong: str | None = flag(None, "samples longer than --seq-len: cut off, cut in pieces, or "
@@ -899,8 +895,7 @@ class Settings:
     d_model: int = flag(64, "width of the model", group="tiny", low=1, fixed=True)
     layers: int = flag(1, "Transformer layers", low=1, fixed=True)
     heads: int = flag(4, "attention heads, a divisor of --d-model", low=1, fixed=True)
-    dropout: float = flag(0.0, "probability; raise it when the validation loss rises again", low=0,
-        high=0.99, fixed=True)
+    dropout: float = flag(0.0, "raise it if validation rises", low=0, high=0.99, fixed=True)
 
     base_model: str = flag("Qwen/Qwen2.5-0.5B-Instruct", "a causal model of transformers: a hub "
         "id, or a local folder, which needs no network", group="qwen", metavar="ID_OR_DIR")
@@ -953,33 +948,30 @@ class Settings:
         return {name: getattr(self, name) for name in names} | {"corpus_file": corpus}
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage block: a wrong flag is one `UserError`."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message} (see --help)")
-
-
 def flag_parser(kind: type = Settings, **options: Any) -> argparse.ArgumentParser:
     """The command line of a dataclass of flags; a flag that is not given leaves no trace."""
-    parser = OneLineParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
-    group: Any = parser
+    options |= {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    group: Any = (parser := argparse.ArgumentParser(**options))
+    # Without the block of usage: a wrong flag is one line.
+    parser.error = lambda message: refuse(True, f"{message} (see --help)")  # type: ignore
     for field in dataclasses.fields(kind):
-        spec = {name: value for name, value in field.metadata.items() if name != "fixed"}
+        spec, name = dict(field.metadata), field.type.split(" |")[0]
         if not spec:
             continue
-        if title := spec.pop("group", None):
-            group = parser.add_argument_group(title)
+        spec.pop("fixed", None)
+        if "group" in spec:
+            group = parser.add_argument_group(spec.pop("group"))
+        bounds = {key: spec.pop(key) for key in ("low", "above", "high") if key in spec}
+        if name == "bool":
+            spec["action"] = "store_true"
+        elif name in ("int", "float", "Path"):
+            kinds = {"int": (int, "N"), "float": (float, "X"), "Path": (Path, "PATH")}
+            spec["type"], metavar = kinds[name]
+            spec.setdefault("metavar", metavar)
+        if bounds:
+            spec["type"] = number(spec["type"], **bounds)
         if field.default not in (None, False):
             spec["help"] += f" (default: {field.default})"
-        bounds = {name: spec.pop(name) for name in ("low", "above", "high") if name in spec}
-        kind_name = field.type.split(" |")[0]
-        converter = {"int": int, "float": float, "Path": Path}.get(kind_name)
-        if field.type == "bool":
-            spec["action"] = "store_true"
-        elif converter:
-            spec["type"] = number(converter, **bounds) if bounds else converter
-            spec.setdefault("metavar", {"int": "N", "float": "X", "Path": "PATH"}[kind_name])
         group.add_argument(f"--{field.name.replace('_', '-')}", **spec)
     return parser
 
@@ -1016,7 +1008,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         saved = state["settings"]
     fixed = {f.name: f.metadata.get("fixed") for f in dataclasses.fields(Settings) if f.metadata}
     saved = {name: value for name, value in saved.items() if name in fixed and value is not None}
-    if given.get("precision") == "auto" and saved:
+    if saved and given.get("precision") == "auto":
         del given["precision"]
     for name in sorted(given.keys() & saved.keys()):
         refuse(
@@ -1028,8 +1020,8 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
     for new, old in (*replaced.items(), ("max_steps", "epochs")):
         if new in given:
             saved.pop(old, None)
-    settings = Settings(**{**saved, **given}, checkpoint=state)
-    settings.batch_given = bool({"batch_size", "grad_accum"} & given.keys())
+    batch_given = bool({"batch_size", "grad_accum"} & given.keys())
+    settings = Settings(**saved | given, checkpoint=state, batch_given=batch_given)
     resolve(settings)
     return settings
 
@@ -1039,14 +1031,14 @@ def resolve(settings: Settings) -> None:
     s, qwen = settings, settings.model == "qwen"
     s.device = "cpu" if s.cpu and s.device == "auto" else s.device
     refuse(s.cpu and s.device != "cpu", f"--cpu contradicts --device {s.device}; give one of them")
+    refuse(s.overwrite and s.resume, "--overwrite begins anew, --resume goes on; give one of them")
     refuse(s.corpus_file and s.builtin, "--corpus-file contradicts --builtin; give one of them")
     refuse(s.d_model % s.heads, f"--heads {s.heads} does not divide --d-model {s.d_model}")
     refuse(s.generate == "", "--generate needs a prompt of at least one character")
     refuse(re.search("[\ud800-\udfff]", s.generate or ""), "--generate needs a prompt in UTF-8")
     refuse(s.merge and not qwen, "--merge needs --model qwen")
     refuse(s.gradient_checkpointing and not qwen, "--gradient-checkpointing needs --model qwen")
-    # Both are needed only after the work has begun.
-    for package in ("tensorboard",) * s.tensorboard + ("matplotlib",):
+    for package in ("tensorboard",) * s.tensorboard + ("matplotlib",):  # needed much later
         there = importlib.util.find_spec(package)
         refuse(not there, f"the package {package} is missing: pip install {package}")
     if s.checkpoint_dir and "://" not in s.checkpoint_dir:
@@ -1099,10 +1091,6 @@ class Stopped(RunError):
     """A signal asked the run to end; the state is saved."""
 
     by_all_ranks = True
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
 
 
 def refuse(wrong: Any, message: str) -> None:
@@ -1208,8 +1196,7 @@ def stop_wishes(watch: Watch) -> Iterator[None]:
 
 def keep_watch(watch: Watch, signals: socket.socket) -> None:
     """A thread's work: notices signals, and ends a rank that does not go on, with its stack. A
-    second signal ends the process on the spot, a second after the first: Ctrl-C under torchrun
-    arrives twice at once, from the terminal and from the launcher."""
+    second signal, a second or more after the first, ends the process on the spot."""
     main_thread, launcher, first = threading.main_thread().ident, os.getppid(), math.inf
     rank, by_torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
     while True:
@@ -1222,13 +1209,13 @@ def keep_watch(watch: Watch, signals: socket.socket) -> None:
                 os._exit(128 + number)
             if number in STOP_SIGNALS and not watch.signal:
                 watch.signal, first = number, now
-        if by_torchrun and os.getppid() != launcher:
+        if by_torchrun and os.getppid() != launcher:  # killed: nobody else could end this rank
             launcher = os.getppid()
             if rank == "0":
                 say_error("the launcher was killed")
             time.sleep(0 if rank == "0" else 2)  # rank 0 has the word, and a stop is for all
             if not watch.signal:
-                os.kill(os.getpid(), signal.SIGTERM)  # nobody else could end this rank any more
+                os.kill(os.getpid(), signal.SIGTERM)
         if watch.patient:
             continue
         place, waited = f"rank {rank}, update {watch.step}, {watch.phase}", now - watch.since
@@ -1248,9 +1235,8 @@ def keep_watch(watch: Watch, signals: socket.socket) -> None:
 
 # ---- Corpora: files to samples -------------------------------------------------------------------
 
-CHUNK = 1 << 20  # bytes of the corpus that are looked at in one go
+BLANKS = bytes(range(33))  # spaces and control bytes
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte-order mark
-SAMPLES_AT_ONCE = 1 << 16  # of its samples; small, for freed memory stays with the process
 TABLES = (".csv", ".tsv", ".parquet")
 SHAPES = (
     '{"text"}, {"messages"}, {"prompt", "completion"}, {"conversations"} or '
@@ -1296,17 +1282,6 @@ A model that guesses at random among 258 tokens has a loss of about 5.55.
 """
 
 
-def builtin_text(name: str) -> bytes:
-    """A text that needs no download: the lessons above, or the language reference of CPython."""
-    if name == "lessons":
-        return LESSONS.encode("utf-8")
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UserError("--builtin python-docs: this Python carries no pydoc_data") from None
-    return "\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
-
-
 def suffix_of(path: Path) -> str:
     """What kind of file it is by its name: ".jsonl" also for "chats.JSONL.gz"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
@@ -1316,7 +1291,7 @@ def format_of(path: Path | None) -> str:
     """--corpus-format by the file's name. Raises `UserError` for lines that look like records."""
     if path is None or suffix_of(path) in (".jsonl", ".json", *TABLES):
         return "jsonl" if path else "lines"
-    text = map_corpus(path)[:CHUNK].decode("utf-8", errors="ignore").lstrip("\ufeff \r\n\t")
+    text = read_file(path)[: 1 << 20].decode("utf-8", errors="ignore").lstrip("\ufeff \r\n\t")
     lines, kind = [re.sub('"[^"]*"', "", line) for line in text.splitlines()[:20] if line], ""
     # Prose has a blank behind a comma, and not the same number of them in all lines.
     cells = {len(re.findall(r"\t|[,;](?=\S|$)", line)) for line in lines}
@@ -1328,9 +1303,9 @@ def format_of(path: Path | None) -> str:
     return "lines"
 
 
-def map_corpus(path: Path) -> bytes | mmap.mmap:
-    """A file's bytes, unzipped if need be. They are mapped, which costs each rank address space and
-    not memory: the pages are shared by all ranks of a machine. Raises `UserError`."""
+def read_file(path: Path) -> bytes | mmap.mmap:
+    """A file's bytes. They are mapped, which costs each rank address space and not memory: the
+    pages are shared by all ranks of a machine. Raises `UserError`."""
     refuse(path.exists() and not path.is_file(), f"--corpus-file {path} is not a regular file")
     try:
         with open(path, "rb") as file:
@@ -1354,12 +1329,10 @@ def spill(pieces: Iterable[bytes]) -> bytes | mmap.mmap:
 
 
 def records_of(path: Path) -> Iterator[Any]:
-    """The records of a table, or of a .json file: an array, or objects one after another. Raises
-    `ValueError` for what is none."""
-    kind = suffix_of(path)
-    if kind == ".parquet":
-        if not importlib.util.find_spec("datasets"):
-            raise ValueError("parquet needs a package: pip install datasets; or write .jsonl")
+    """The records of a table, or of a .json file: an array, or objects one after another."""
+    if suffix_of(path) == ".parquet":
+        missing = not importlib.util.find_spec("datasets")
+        refuse(missing, f"{path}: pip install datasets, which reads parquet; or write .jsonl")
         import datasets
 
         datasets.disable_progress_bars()
@@ -1368,93 +1341,88 @@ def records_of(path: Path) -> Iterator[Any]:
             options = {"cache_dir": cache, "keep_in_memory": True}
             yield from datasets.Dataset.from_parquet(str(path), **options)
         return
-    raw, gap, at = map_corpus(path), re.compile(r"[\s,]*"), 0
-    text = b"".join(clean_lines(raw, str(path)) if raw else ()).decode("utf-8")
-    if kind != ".json":
-        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[kind == ".tsv"])
+    raw = read_file(path)[:]
+    Samples(raw, str(path))  # refuses what is not UTF-8
+    text, gap, at = raw.decode("utf-8-sig"), re.compile(r"[\s,]*"), 0
+    if suffix_of(path) != ".json":
+        tab = ",\t"[suffix_of(path) == ".tsv"]
+        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=tab)
         return
     while (at := gap.match(text, at).end()) < len(text):
         value, at = json.JSONDecoder().raw_decode(text, at)
         yield from value if isinstance(value, list) else [value]
 
 
-def read_corpus(settings: Settings) -> tuple[bytes | mmap.mmap, str]:
-    """The corpus as UTF-8 with LF and no byte-order mark, one record a line for jsonl; its name.
-    Raises `UserError`."""
+def read_corpus(settings: Settings) -> bytes | mmap.mmap:
+    """The corpus, one record a line for jsonl. Raises `UserError`."""
     path = settings.corpus_file
-    if not path:
-        return builtin_text(settings.builtin), "built-in text"
+    if settings.builtin == "lessons":
+        return LESSONS.encode("utf-8")
+    if not path:  # the language reference of CPython
+        missing = not importlib.util.find_spec("pydoc_data")
+        refuse(missing, "--builtin python-docs: this Python carries no pydoc_data")
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[name] for name in sorted(topics)).encode("utf-8")
     if settings.corpus_format == "jsonl" and suffix_of(path) in (".json", *TABLES):
         try:
-            rows = (json.dumps(row, default=str).encode() for row in records_of(path))
-            return spill(row + b"\n" for row in rows), str(path)
+            return spill(json.dumps(r, default=str).encode() + b"\n" for r in records_of(path))
         except UserError:
             raise
         except Exception as error:  # of json, csv, or datasets
             raise UserError(f"{path}: {reason_of(error)}") from None
-    raw = map_corpus(path)
-    lines = clean_lines(raw, str(path)) if raw else iter(())
-    if raw[:3] == BOM or (raw and (raw.find(b"\r\n") >= 0 or raw[-1:] == b"\r")):
-        return spill(lines), str(path)
-    collections.deque(lines, maxlen=0)  # nothing to change, but it looks at all of them
-    return raw, str(path)
-
-
-def clean_lines(raw: mmap.mmap, name: str) -> Iterator[bytes]:
-    """The lines, without byte-order mark, CRLF as LF. Raises `UserError` with line and byte offset
-    of the first byte that is not UTF-8."""
-    raw.seek(0)
-    offset = 0
-    for number, line in enumerate(iter(raw.readline, b""), 1):
-        try:
-            line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            utf16 = raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-            hint = "the file looks like UTF-16; " if utf16 else ""
-            raise UserError(
-                f"{name}, line {number}, byte offset {offset + error.start}: byte "
-                f"0x{line[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
-            ) from None
-        offset += len(line)
-        line = line.removeprefix(BOM) if number == 1 else line
-        yield line[: line.rfind(b"\r")] + b"\n" if line.endswith((b"\r\n", b"\r")) else line
+    raw = read_file(path)
+    if settings.corpus_format == "document" and (raw.find(b"\r") >= 0 or raw[:3] == BOM):
+        Samples(raw, str(path))  # names a bad byte by its place in the file
+        raw.seek(len(BOM) * (raw[:3] == BOM))
+        return spill(re.sub(rb"\r(\n|\Z)", b"\n", line) for line in iter(raw.readline, b""))
+    return raw
 
 
 class Samples(Sequence):
-    """The samples of a corpus: `samples[i]` is a text, or with `parse` what it makes of the line.
-    Blank lines are skipped, and counted in `blank`. With `document`, a range of bytes, that is the
-    only sample, and not closed by EOS.
+    """The samples of a corpus, a line each: `samples[i]` is a text, or with `parse` what it makes
+    of the record there. Blank lines are left out, and counted in `blank`. Holds the offsets of
+    first and last byte only (uint32 below 4 GiB: 8 bytes a sample); the text is cut out of the
+    map when it is asked for. Raises `UserError` that names the line of a bad one."""
 
-    Holds the offsets of first and last byte only (uint32 below 4 GiB: 8 bytes a sample); the text
-    is cut out of the map when it is asked for.
-    """
+    closed = True  # by EOS; a part of a document is not
 
-    def __init__(self, buffer: Any, name: str = "", parse: Any = None, document: Any = None):
+    def __init__(self, buffer: bytes | mmap.mmap, name: str = "", parse: Any = None) -> None:
         self.buffer, self.name, self.parse, self.blank = buffer, name, parse, 0
-        self.closed, self.parsed_sizes = document is None, None
         offsets, at = "I" if len(buffer) < 2**32 else "Q", 0
-        starts, ends = (array.array(offsets, [edge]) for edge in document or (0, 0))
-        if not document:
-            del starts[0], ends[0]
-        while at < len(buffer) and not document:  # in pieces that end behind a line feed
-            stop = buffer.find(b"\n", min(at + CHUNK, len(buffer))) + 1 or len(buffer)
-            block = np.frombuffer(buffer, np.uint8, stop - at, at)
-            last = np.flatnonzero(block == ord("\n"))
-            if block[-1] != ord("\n"):  # the file's last line
-                last = np.append(last, len(block))
-            first = np.append(0, last[:-1] + 1)
-            # A line whose bytes are all at most 32 holds nothing but spaces and control bytes.
-            texts = np.maximum.reduceat(block, first) > 32
-            self.blank += len(texts) - int(texts.sum())
-            starts.frombytes((first[texts] + at).astype(offsets).tobytes())
-            ends.frombytes((last[texts] + at).astype(offsets).tobytes())
-            at = stop
+        starts, ends = array.array(offsets), array.array(offsets)
+        file = io.BytesIO(buffer) if isinstance(buffer, bytes) else buffer
+        file.seek(0)
+        for number, line in enumerate(iter(file.readline, b""), 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                utf16 = buffer[:2] in (b"\xff\xfe", b"\xfe\xff")
+                hint = "the file looks like UTF-16; " if utf16 else ""
+                raise UserError(
+                    f"{name}, line {number}, byte offset {at + error.start}: byte "
+                    f"0x{line[error.start]:02x} is not UTF-8; {hint}save it as UTF-8"
+                ) from None
+            text = line.removeprefix(BOM) if number == 1 else line
+            if not text.strip(BLANKS):
+                self.blank += bool(text)
+            else:
+                starts.append(at + len(line) - len(text))
+                ends.append(at + len(line.removesuffix(b"\n").removesuffix(b"\r")))
+            at += len(line)
         self.starts, self.ends = (np.frombuffer(x, dtype=offsets) for x in (starts, ends))
-        if parse:  # every line once, so that a bad one is found now and not after an hour
+        self.parsed_sizes = None
+        if parse:  # every record once, so that a bad one is found now and not after an hour
             sizes = np.array([self._parsed_size(i) for i in range(len(self))], np.int64)
             self.blank += int((sizes == 0).sum())
             self.starts, self.ends = self.starts[sizes > 0], self.ends[sizes > 0]
             self.parsed_sizes = sizes[sizes > 0]
+
+    def part(self, begin: int, end: int) -> Samples:
+        """A range of bytes, line feeds included, as the only sample."""
+        part = copy.copy(self)
+        part.starts, part.ends, part.closed = np.array([begin]), np.array([end]), False
+        return part
 
     def _parsed_size(self, index: int) -> int:
         try:
@@ -1480,10 +1448,10 @@ class Samples(Sequence):
         return f"{self.name}, {'record' if converted else 'line'} {line}"
 
     def sizes(self, ids: Any) -> np.ndarray:
-        """UTF-8 bytes of the samples `ids` (a slice or an array), int64."""
+        """UTF-8 bytes of the samples `ids`, int64."""
         if self.parsed_sizes is not None:
             return self.parsed_sizes[ids]
-        return self.ends[ids].astype(np.int64) - self.starts[ids].astype(np.int64)
+        return self.ends[ids].astype(np.int64) - self.starts[ids]
 
     def tokens(self, index: int, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` up to `end` of a sample, uint16: its bytes, then EOS."""
@@ -1492,20 +1460,6 @@ class Samples(Sequence):
         start, stop = int(self.starts[index]), int(self.ends[index])
         raw = self.buffer[start + begin : min(start + end, stop)]
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
-
-
-class Without:
-    """The numbers 0 … size-1 without some of them (sorted); holds only those left out. Like an
-    array, it is indexed by a number or by an array of numbers."""
-
-    def __init__(self, size: int, left_out: np.ndarray) -> None:
-        self.size, self.jumps = size - len(left_out), left_out - np.arange(len(left_out))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: Any) -> Any:
-        return index + np.searchsorted(self.jumps, index, side="right")
 
 
 def hold_out(size: int, fraction: float, seed: int) -> np.ndarray:
@@ -1525,7 +1479,7 @@ class TokenWindows(Dataset):
 
     def __init__(self, samples: Samples, ids: Any, seq_len: int, joined: bool = False) -> None:
         self.samples, self.ids, self.seq_len, self.joined = samples, ids, seq_len, joined
-        sizes = samples.sizes(ids[np.arange(len(ids))]) + samples.closed
+        sizes = samples.sizes(ids) + samples.closed
         self.ends = np.cumsum(sizes)  # of the samples, in tokens of the joined stream
         streams = self.ends[-1:] if joined else sizes
         self.windows_up_to = np.cumsum(-(-np.maximum(streams - 1, 0) // (seq_len - 1)))
@@ -1562,31 +1516,26 @@ class Data:
 def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = False) -> Data:
     """Reads the corpus and splits it, for the tiny model or for the one of a `tokenizer`. Every
     rank does and gets the same. Raises `UserError` for what cannot be trained on."""
-    s, counts, crc32 = settings, Counter(), 0
-    buffer, name = read_corpus(s)
-    for at in range(0, len(buffer), CHUNK):
-        crc32 = zlib.crc32(buffer[at : at + CHUNK], crc32)
+    s, counts, name = settings, Counter(), str(settings.corpus_file or "built-in text")
+    buffer = read_corpus(s)
+    texts = Samples(buffer, name, read_record if s.corpus_format == "jsonl" else None)
+    summary = f"{counted(len(texts), 'sample')}, {counted(texts.blank, 'blank line')} skipped"
     if s.corpus_format == "document":
         cut = len(buffer) - round(len(buffer) * s.val_fraction)
-        parts = [Samples(buffer, name, document=part) for part in ((0, cut), (cut, len(buffer)))]
-        sources = [(part, np.arange(int(part.sizes(slice(1))[0] > 0))) for part in parts]
+        sources = [(texts.part(*edges), np.arange(edges[0] < edges[1]))
+                   for edges in ((0, cut), (cut, len(buffer)))]
         summary = f"document of {len(buffer):,} bytes, the last {len(buffer) - cut:,} held out"
     else:
-        texts = Samples(buffer, name, read_record if s.corpus_format == "jsonl" else None)
-        summary = f"{counted(len(texts), 'sample')}, {counted(texts.blank, 'blank line')} skipped"
         refuse(not len(texts), f"{name}, {counted(len(buffer), 'byte')}: {summary}")
-        dropped = np.zeros(0, dtype=np.int64)
-        for begin in () if tokenizer else range(0, len(texts), SAMPLES_AT_ONCE):
-            tokens = texts.sizes(slice(begin, begin + SAMPLES_AT_ONCE)) + 1
+        kept = np.arange(len(texts), dtype=np.uint32)
+        if not tokenizer:
+            tokens = texts.sizes(slice(None)) + 1
             long = np.flatnonzero(tokens > s.seq_len)
-            counts["overlong"] += len(long)
-            counts["lost"] += int((tokens[long] - (s.overlong == "truncate") * s.seq_len).sum())
-            if s.overlong == "drop":
-                dropped = np.concatenate((dropped, long + begin))
-        kept = Without(len(texts), dropped)
-        held_out = kept[hold_out(len(kept), s.val_fraction, s.seed)]
-        left_out = np.union1d(dropped, held_out) if len(dropped) else held_out
-        sources = [(texts, Without(len(texts), left_out)), (texts, held_out)]
+            counts["overlong"] = len(long)
+            counts["lost"] = int((tokens[long] - (s.overlong == "truncate") * s.seq_len).sum())
+            kept = np.delete(kept, long) if s.overlong == "drop" else kept
+        held_out = hold_out(len(kept), s.val_fraction, s.seed)
+        sources = [(texts, np.delete(kept, held_out)), (texts, kept[held_out])]
         summary = summary.replace(", ", f", {len(held_out):,} held out, ", 1)
     if tokenizer:
         sets = [TokenizedSamples(*part, tokenizer, s, counts, show_progress) for part in sources]
@@ -1594,11 +1543,11 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
         sets = [TokenWindows(*part, s.seq_len, joined=s.pack) for part in sources]
     else:
         sets = [IndexedTextDataset(*part) for part in sources]
-    if not len(sets[0]):
-        raise UserError(
-            f"{name}: nothing can be trained on in {summary}; longer than --seq-len {s.seq_len} "
-            f"tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}"
-        )
+    refuse(
+        not len(sets[0]),
+        f"{name}: nothing can be trained on in {summary}; longer than --seq-len {s.seq_len} "
+        f"tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}",
+    )
     if counts["overlong"] and (tokenizer or not s.pack):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
         summary += f"; {counts['overlong']:,} longer than {s.seq_len} tokens {done}"
@@ -1610,7 +1559,7 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
     for note in (*ANSWERS_FOUND, TOOLS_IGNORED):
         summary += f"; {note}: {counted(counts[note], 'sample')}" if counts[note] else ""
     chat = any(counts[rule] for rule in ANSWERS_FOUND)
-    return Data(*sets, summary, f"{len(buffer)} bytes, crc32 {crc32:08x}", chat)
+    return Data(*sets, summary, f"{len(buffer)} bytes, crc32 {zlib.crc32(buffer):08x}", chat)
 
 
 def read_record(record: Any) -> str | dict:
@@ -1620,64 +1569,62 @@ def read_record(record: Any) -> str | dict:
         raise ValueError(f"{json.dumps(record)[:40]} is no record: one of {SHAPES}")
     keys = ", ".join(name + " (null)" * (record[name] is None) for name in record) or "no keys"
     record = {name: value for name, value in record.items() if value is not None}
+    messages, system = record.get("messages"), record.get("system")
     if "text" in record:
         if not isinstance(record["text"], str):
             raise ValueError(f"text is {json.dumps(record['text'])[:40]}, not a string")
         return record["text"]
     if "messages" in record:
-        messages = record.pop("messages")
-        record.pop("system", None)
+        system = None
     elif "conversations" in record:
-        messages = [read_turn(turn) for turn in record["conversations"]]
+        messages = record["conversations"]
     elif {"prompt", "completion"} <= record.keys():
-        messages = []
-        for name, role in (("prompt", "user"), ("completion", "assistant")):
-            part = record[name]
-            messages += part if isinstance(part, list) else [{"role": role, "content": part}]
+        messages = as_messages(record["prompt"], "user")
+        messages += as_messages(record["completion"], "assistant")
     elif {"instruction", "output"} <= record.keys():
-        question = record["instruction"]
-        question = f"{question}\n\n{record['input']}" if record.get("input") else question
-        messages = [{"role": "user", "content": question}]
-        messages += [{"role": "assistant", "content": record["output"]}]
+        question = "\n\n".join(record[n] for n in ("instruction", "input") if record.get(n))
+        messages = as_messages(question, "user") + as_messages(record["output"], "assistant")
     else:
         raise ValueError(f"found {keys}; a record is one of {SHAPES}")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list of at least one message")
-    if record.get("system"):
-        messages = [{"role": "system", "content": record["system"]}, *messages]
+    if system:
+        messages = as_messages(system, "system") + messages
     tools = record.get("tools") or None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise ValueError("tools is not JSON") from None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        raise ValueError("tools is not JSON") from None
     messages = [read_message(message, i + 1) for i, message in enumerate(messages)]
     json.dumps([messages, tools], ensure_ascii=False).encode("utf-8")  # raises for lone surrogates
     return {"messages": messages, "tools": tools}
 
 
-def read_turn(turn: Any) -> dict:
-    """A turn {"from", "value"} as a message."""
-    if not isinstance(turn, dict) or turn.get("from") not in ROLES:
-        raise ValueError(f"{json.dumps(turn)[:40]} is not from one of {', '.join(ROLES)}")
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    return others | {"role": ROLES[turn["from"]], "content": turn.get("value")}
+def as_messages(said: Any, role: str) -> list:
+    """A list of messages: of this role, if it is none already."""
+    return list(said) if isinstance(said, list) else [{"role": role, "content": said}]
 
 
 def read_message(message: Any, number: int) -> dict:
-    """A message with text as content, and the arguments of its tool calls as objects."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {number} has no role; it needs role and content")
-    message = json.loads(json.dumps(message))  # a copy
-    calls, content = message.get("tool_calls") or [], message.get("content")
+    """A message, {"role", "content"} or {"from", "value"}, with text as content, and the arguments
+    of its tool calls as objects."""
+    message = copy.deepcopy(message) if isinstance(message, dict) else {}
+    if "from" in message:
+        sender, content = message.pop("from"), message.pop("value", None)
+        message |= {"role": ROLES.get(str(sender)), "content": content}
+    if not isinstance(message.get("role"), str):
+        roles = f"role and content, or from (one of {', '.join(ROLES)}) and value"
+        raise ValueError(f"message {number} has no role; it needs {roles}")
+    calls, content = message.pop("tool_calls", None) or [], message.get("content")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number}: tool_calls is not a list of objects")
     if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"message {number}: only text parts can be read, not {kind!r}")
-        content = "".join(part["text"] for part in content)
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        for part, text in zip(content, texts):
+            if not isinstance(text, str):
+                odd = json.dumps(part)[:40]
+                raise ValueError(f"message {number}: only text parts can be read, not {odd}")
+        content = "".join(texts)
     content = "" if content is None and calls else content  # templates join strings
     if not isinstance(content, str):
         raise ValueError(f"message {number}: content is {json.dumps(content)[:40]}, not a text")
@@ -1686,7 +1633,6 @@ def read_message(message: Any, number: int) -> dict:
         if isinstance(function.get("arguments"), str):  # else a template would encode it twice
             with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
-    message = {name: value for name, value in message.items() if name != "tool_calls"}
     return message | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
@@ -1738,7 +1684,8 @@ def answers_of(tokenizer: Any, conversation: dict, counts: Counter) -> list[tupl
             for i, before, after in zip(said, befores, afters):
                 # Where an answer begins: two of them differ at once. The prompt may open it.
                 two = ([*messages[:i], {"role": "assistant", "content": x}] for x in "xy")
-                begin = common(*(render(tokenizer, conversation, messages) for messages in two))
+                one, other = (render(tokenizer, conversation, messages) for messages in two)
+                begin = next(at for at, pair in enumerate(zip(one, other)) if len({*pair}) > 1)
                 rest, opened = after[begin:], before[begin:].strip()
                 if opened and rest.startswith(opened):
                     rest = rest[len(opened) :].lstrip()
@@ -1747,18 +1694,15 @@ def answers_of(tokenizer: Any, conversation: dict, counts: Counter) -> list[tupl
     for k, i in enumerate(said):
         texts[k], end = closed(tokenizer, conversation, i, texts[k], *spans[k])
         spans[k] = (spans[k][0], end)
-    answers = [messages[i] for i in said]
-    learned = [m.get("weight") != 0 and m.get("train") is not False for m in answers]
-    found = [(text, [span]) for text, span, wanted in zip(texts, spans, learned) if wanted]
+    found = [
+        (text, [span])
+        for i, text, span in zip(said, texts, spans)
+        if messages[i].get("weight") != 0 and messages[i].get("train") is not False
+    ]
     if rule != ONE_BY_ONE:  # one text; the last answer may have been given an ending
         found = [(max(texts, key=len, default=whole), [span for _, [span] in found])]
     counts[rule] += len(found) * bool(said)
     return found
-
-
-def common(a: str, b: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def render(tokenizer: Any, conversation: dict, messages: list[dict], prompt: bool = False) -> str:
@@ -1816,46 +1760,6 @@ def closed(tokenizer: Any, conversation: dict, i: int, text: str, begin: int, en
     )
 
 
-def tokenize(
-    tokenizer: Any, contents: Sequence, counts: Counter, where: Callable = "record {}".format
-) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """For each text or conversation, its samples as (token ids uint32 [T], learned bool [T]). Of a
-    text, every token is learned, and the EOS behind it; of a conversation, the answers."""
-    rows: list[list] = [[] for _ in contents]
-    texts = [i for i, content in enumerate(contents) if isinstance(content, str)]
-    if texts:
-        encoded = tokenizer([contents[i] for i in texts], verbose=False)["input_ids"]
-        for i, ids in zip(texts, encoded):
-            end = [] if ids and ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-            ids = np.array([*ids, *end], np.uint32)
-            rows[i].append((ids, np.ones(len(ids), bool)))
-    chats = []
-    for i, content in enumerate(contents):
-        if not isinstance(content, str):
-            try:
-                chats += [(i, *found) for found in answers_of(tokenizer, content, counts)]
-            except ValueError as error:
-                raise UserError(f"{where(i)}: {error}") from None
-    if chats:
-        options = {"return_offsets_mapping": True, "verbose": False, "add_special_tokens": False}
-        encoded = tokenizer([text for _, text, _ in chats], **options)
-        for k, (i, text, spans) in enumerate(chats):
-            ids, offsets = encoded["input_ids"][k], encoded["offset_mapping"][k]
-            cuts = [0, *(first for first, _ in spans), len(text)]
-            if any(a < cut < b for a, b in offsets for cut in cuts):
-                # A token that lies across the begin of an answer is another one when it is asked.
-                parts = [tokenizer(text[a:b], **options) for a, b in itertools.pairwise(cuts)]
-                ids = [token for part in parts for token in part["input_ids"]]
-                shifted = zip(parts, cuts)
-                offsets = [(a + at, b + at) for p, at in shifted for a, b in p["offset_mapping"]]
-            begin, end = np.array(offsets).reshape(-1, 2).T
-            learned = np.zeros(len(begin), bool)
-            for first, last in spans:
-                learned |= (first <= begin) & (begin < end) & (end <= last)
-            rows[i].append((np.array(ids, np.uint32), learned))
-    return rows
-
-
 def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
     """The tokens that end a text after this training: EOS, or what closes a turn."""
     ends = {tokenizer.eos_token_id}
@@ -1867,6 +1771,43 @@ def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
 
 
 # ---- Samples of tokens, and the collator of Qwen -------------------------------------------------
+
+
+def tokenize(
+    tokenizer: Any, contents: Sequence, counts: Counter, where: Callable = "record {}".format
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """For each text or conversation, its samples as (token ids uint32 [T], learned bool [T]). Of a
+    text, every token is learned, and the EOS behind it; of a conversation, the answers."""
+    rows: list[list] = [[] for _ in contents]
+    texts = [(i, content) for i, content in enumerate(contents) if isinstance(content, str)]
+    encode_batch = tokenizer.backend_tokenizer.encode_batch  # less ado than tokenizer(texts)
+    for (i, _), encoded in zip(texts, encode_batch([text for _, text in texts])):
+        ids, eos = encoded.ids, tokenizer.eos_token_id
+        ids += [eos] * (ids[-1:] != [eos])
+        rows[i].append((np.array(ids, np.uint32), np.ones(len(ids), bool)))
+    chats = []
+    for i, content in enumerate(contents):
+        try:
+            if not isinstance(content, str):
+                chats += [(i, *found) for found in answers_of(tokenizer, content, counts)]
+        except ValueError as error:
+            raise UserError(f"{where(i)}: {error}") from None
+    encoded = encode_batch([text for _, text, _ in chats], add_special_tokens=False)
+    for (i, text, spans), whole in zip(chats, encoded):
+        ids, offsets = whole.ids, whole.offsets
+        cuts = [0, *(first for first, _ in spans), len(text)]
+        if any(a < cut < b for a, b in offsets for cut in cuts):
+            # A token that lies across the begin of an answer is another one when it is asked.
+            parts = [text[a:b] for a, b in itertools.pairwise(cuts)]
+            parts = encode_batch(parts, add_special_tokens=False)
+            ids = [token for part in parts for token in part.ids]
+            offsets = [(a + at, b + at) for part, at in zip(parts, cuts) for a, b in part.offsets]
+        begin, end = np.array(offsets).reshape(-1, 2).T
+        learned = np.zeros(len(begin), bool)
+        for first, last in spans:
+            learned |= (first <= begin) & (begin < end) & (end <= last)
+        rows[i].append((np.array(ids, np.uint32), learned))
+    return rows
 
 
 def fit(ids: np.ndarray, learned: np.ndarray, settings: Settings, counts: Counter) -> list:
@@ -1913,10 +1854,9 @@ class TokenizedSamples(Dataset):
         from tqdm import tqdm
 
         tokens, lengths, records = (array.array("I") for _ in range(3))
-        for begin in tqdm(
-            range(0, len(part), self.AT_ONCE), "tokenizing", delay=2, disable=not bar
-        ):
-            ids = [int(part[k]) for k in range(begin, min(begin + self.AT_ONCE, len(part)))]
+        begins = range(0, len(part), self.AT_ONCE)
+        for begin in tqdm(begins, "tokenizing", delay=2, disable=not bar):
+            ids = [int(i) for i in part[begin : begin + self.AT_ONCE]]
             where = functools.partial(lambda ids, k: samples.where(ids[k]), ids)
             rows = tokenize(tokenizer, [samples[i] for i in ids], counts, where)
             for i, row in zip(ids, rows):
@@ -1979,14 +1919,12 @@ def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
                 positions[row, here] = torch.arange(len(ids))
                 segments[row, here] = 1 + number + row * shape[1]  # 0: padding
                 at += len(ids)
-        real = segments > 0
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # position t predicts token t + 1
-        inputs = {"input_ids": input_ids, "position_ids": positions, "segments": segments}
+        inputs = {"input_ids": input_ids, "positions": positions, "segments": segments}
+        real = segments > 0
         if not real.all() and real.sum() <= flatten_up_to:
             inputs = {name: tensor[real][None] for name, tensor in inputs.items()}  # (1, tokens)
             targets = targets[real]
-        elif all(len(pieces) == 1 for pieces in rows):
-            inputs = {"input_ids": input_ids}  # padding stands behind what attends: no mask needed
         places = (targets.flatten() != IGNORE).nonzero()[:, 0]  # (learned,)
         batch = {"input_ids": input_ids, "labels": labels, "attention_mask": real.long()}
         batch["record_ids"] = torch.tensor([record_id for record_id, _ in items] or [-1])
@@ -2050,24 +1988,30 @@ class CausalLMWithLoss(nn.Module):
         self.model = peft_model
 
     def forward(
-        self, input_ids: torch.Tensor, learned: torch.Tensor, targets: torch.Tensor, **context: Any
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        segments: torch.Tensor,
+        learned: torch.Tensor,
+        targets: torch.Tensor,
     ) -> torch.Tensor:
-        """input_ids int64 [B, T] → mean cross-entropy in nats, 0 without any target. learned int64
-        [n]: the places, in the flattened [B·T], whose next token counts; targets int64 [n], these
-        tokens. `context` may hold segments int64 [B, T], where a token sees the earlier ones of its
-        own segment only, and position_ids [B, T], which count within that."""
-        segments = context.pop("segments", None)
-        if segments is not None:  # (B, 1, T, T)
-            context["attention_mask"] = segments[:, None, :, None] == segments[:, None, None, :]
-            context["attention_mask"] = context["attention_mask"].tril()
+        """input_ids int64 [B, T] → mean cross-entropy in nats, 0 without any target. positions and
+        segments [B, T]: a token sees the earlier ones of its own segment, counted from 0. learned
+        int64 [n]: the places, in the flattened [B·T], whose next token counts; targets int64 [n]:
+        these tokens."""
+        # An explicit mask (B, 1, T, T): made by transformers, it would wait for the GPU, and where
+        # there is none, PyTorch shares key heads in a way that keeps all T² scores on older GPUs.
+        mask = (segments[:, None, :, None] == segments[:, None, None, :]).tril()
         causal = self.model.get_base_model()  # the adapters sit inside it
-        output = causal.base_model(input_ids=input_ids, use_cache=False, **context)
+        output = causal.base_model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False
+        )
         hidden = output.last_hidden_state.flatten(0, 1)  # (B·T, D)
         total = FrozenHeadLoss.apply(hidden[learned], causal.get_output_embeddings(), targets)
         return total / max(len(targets), 1)
 
 
-def load_base(settings: Settings, attention: str = "sdpa") -> tuple[Any, Any]:
+def load_base(settings: Settings) -> tuple[Any, Any]:
     """The base model and its tokenizer, from a local folder or by id from the hub. Runs no code
     from there. Raises `UserError` for what keeps it from being a causal model to be used here."""
     import transformers
@@ -2099,7 +2043,7 @@ def load_base(settings: Settings, attention: str = "sdpa") -> tuple[Any, Any]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        options |= {"dtype": dtype[settings.precision], "attn_implementation": attention}
+        options |= {"dtype": dtype[settings.precision], "attn_implementation": "sdpa"}
         options |= {"output_loading_info": True}
         model, report = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # of the hub, the disk, the parser: one line for any of them
@@ -2110,6 +2054,8 @@ def load_base(settings: Settings, attention: str = "sdpa") -> tuple[Any, Any]:
     good = tokenizer.is_fast and tokenizer.eos_token_id is not None
     require(good, "it needs a fast tokenizer with an EOS token")
     rows, largest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     # On a GPU this is an assertion after which nothing works any more.
     require(largest < rows, f"its tokenizer has token {largest}, its embedding {rows} rows")
     window = getattr(model.config, "sliding_window", None) or math.inf
@@ -2118,76 +2064,36 @@ def load_base(settings: Settings, attention: str = "sdpa") -> tuple[Any, Any]:
         probe = torch.tensor([[1, 2], [1, 3]])
         logits = model(probe, use_cache=False).logits  # (2, 2, V)
         plain = model.get_output_embeddings()(model.base_model(probe, use_cache=False)[0])
+    close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)
     # What a causal model says of the first token cannot know the second.
-    causal = torch.allclose(logits[0, 0], logits[1, 0], rtol=1e-3, atol=1e-3)
-    require(causal, f"{type(model).__name__} is not a causal model")
-    plain = torch.allclose(logits, plain, rtol=1e-3, atol=1e-3)
-    require(plain, "its logits are not the plain output of its head (soft caps?)")
+    require(close(logits[0, 0], logits[1, 0]), f"{type(model).__name__} is not a causal model")
+    require(close(logits, plain), "its logits are not the plain output of its head (soft caps?)")
     return model, tokenizer
-
-
-def attention_for(launch: Launch, precision: str) -> str:
-    """The name of our attention for transformers, whose own looks for packed samples in every
-    forward pass, which waits for the GPU, and lets PyTorch share key heads among query heads, which
-    only flash kernels can do without keeping all T² scores (sdp_utils.cpp): they need 16 bits and
-    compute capability 8.0. Elsewhere the heads are repeated."""
-    from transformers import AttentionInterface
-
-    repeat = launch.device.type == "cuda" and not torch.version.hip
-    if repeat and precision != "fp32":
-        repeat = torch.cuda.get_device_capability(launch.device) < (8, 0)
-    if repeat:
-        launch.choose("attention", "repeats keys and values", "no flash kernel for GPU and type")
-    AttentionInterface.register("causal", functools.partial(causal_attention, repeat=repeat))
-    return "causal"
-
-
-def causal_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    repeat: bool = False,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, H / n, T, D], mask bool → [B, T, H, D]."""
-    shared = query.shape[1] // key.shape[1]
-    if shared > 1 and (repeat or mask is not None):
-        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-        shared = 1
-    causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
-    options = {"is_causal": causal, "scale": scaling, "enable_gqa": shared > 1}
-    mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
-    return mixed.transpose(1, 2), None
 
 
 def add_lora(model: Any, settings: Settings) -> Any:
     """Freezes the base and adds adapters in fp32 (Hu et al. 2021) to the Linear layers named."""
     from peft import LoraConfig, get_peft_model
 
-    embeddings = (model.get_output_embeddings(), model.get_input_embeddings())
+    s, embeddings = settings, (model.get_output_embeddings(), model.get_input_embeddings())
     modules = [pair for pair in model.named_modules() if pair[1] not in embeddings]
     linear = {name.rpartition(".")[2] for name, m in modules if isinstance(m, nn.Linear)}
-    targets = [name.strip() for name in settings.lora_targets.split(",") if name.strip()]
+    targets = [name.strip() for name in s.lora_targets.split(",") if name.strip()]
     wrong = [name for name in targets if name not in linear]
     refuse(  # PEFT overlooks a wrong name beside a right one
         wrong or not targets,
         f"--lora-targets: no Linear layer is called {', '.join(wrong) or '(nothing)'}; this model "
         f"has {', '.join(sorted(linear))}",
     )
-    if settings.gradient_checkpointing:
+    if s.gradient_checkpointing:
         # Not reentrant: DDP then sees each gradient once, and frozen embeddings may come first.
         options: dict = {"use_reentrant": False}
-        if settings.gradient_checkpointing == "selective":
+        if s.gradient_checkpointing == "selective":
             options["context_fn"] = keep_products
         enable = getattr(model, "activation_checkpointing_enable", None)  # its newer name
         (enable or model.gradient_checkpointing_enable)(options)
-    scale = {"r": settings.lora_r, "lora_alpha": settings.lora_alpha}
-    scale |= {"lora_dropout": settings.lora_dropout}
-    config = LoraConfig(target_modules=targets, bias="none", task_type="CAUSAL_LM", **scale)
+    options = {"r": s.lora_r, "lora_alpha": s.lora_alpha, "lora_dropout": s.lora_dropout}
+    config = LoraConfig(target_modules=targets, bias="none", task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config, autocast_adapter_dtype=True)
 
 
@@ -2212,6 +2118,8 @@ def frozen_checksum(model: nn.Module) -> str:
             values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
             crc32 = zlib.crc32(values.numpy(), crc32)
     return f"{crc32:08x}"
+
+
 # ---- Runs: what is trained on what ---------------------------------------------------------------
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = "The ", 200  # tokens
@@ -2250,10 +2158,9 @@ class Run:
     model: nn.Module  # forward(**inputs) returns the mean loss
     collate: Callable[[Sequence], dict]
     sample: Callable[[], str]  # some generated text
-    save: Callable[[Path], None]  # writes the trained weights
+    results: dict[str, Callable[[Path], None]]  # name of a file or folder, and what writes it
     show: Callable[[], list[tuple[str, bool]]]  # a training sample, as (text, learned?) parts
     notes: list[tuple[str, str]]  # rows of the header
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     frozen: str = ""  # checksum of the weights that are not trained
 
     @property
@@ -2288,8 +2195,8 @@ def build_tiny(launch: Launch, settings: Settings) -> Run:
         ("gradients", sent if launch.world_size > 1 else "none sent"),
     ]
     collate = functools.partial(tiny_collator, seq_len=s.seq_len)
-    save = functools.partial(save_tiny, model)
-    return Run(launch, s, data, model.to(launch.device), collate, sample, save, show, notes)
+    results = {"tiny_transformer.pt": functools.partial(save_tiny, model)}
+    return Run(launch, s, data, model.to(launch.device), collate, sample, results, show, notes)
 
 
 def build_qwen(launch: Launch, settings: Settings) -> Run:
@@ -2298,7 +2205,7 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
     s = settings
     if launch.rank:
         dist.barrier()
-    base, tokenizer = load_base(s, attention_for(launch, s.precision))
+    base, tokenizer = load_base(s)
     if launch.rank == 0 and launch.world_size > 1:
         dist.barrier()
     on_terminal = launch.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
@@ -2324,12 +2231,6 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
                 parts.append((tokenizer.decode([int(i) for i, _ in tokens]), bool(learned)))
         return parts
 
-    def save(folder: Path) -> None:
-        save_qwen(peft_model, tokenizer, folder, s, data.chat)
-
-    import peft
-    import transformers
-
     count = sum(p.numel() for _, p in trained_parameters(model))
     total, frozen = sum(p.numel() for p in model.parameters()), frozen_checksum(model)
     part = f"{count:,} of {total:,} parameters trained ({count / total:.2%})"
@@ -2339,9 +2240,10 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
         ("gradients", f"{4 * count / 1e6:.2f} MB all-reduced an update of several; {full}"),
         ("frozen", f"weights of crc32 {frozen}"),
     ]
-    versions = {"transformers": transformers.__version__, "peft": peft.__version__}
-    collate = qwen_collator(tokenizer, s)
-    return Run(launch, s, data, model, collate, sample, save, show, notes, versions, frozen)
+    collate, results = qwen_collator(tokenizer, s), qwen_results(peft_model, tokenizer, data.chat)
+    if not s.merge:
+        del results["merged"]
+    return Run(launch, s, data, model, collate, sample, results, show, notes, frozen)
 
 
 @torch.no_grad()
@@ -2381,12 +2283,10 @@ def qwen_answer(
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(peft_model.device)
     was_training, ends = peft_model.training, end_tokens(tokenizer, chat)
     options = {"max_new_tokens": length, "eos_token_id": ends, "pad_token_id": ends[0]}
+    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
     peft_model.eval()
     with peft_model.disable_adapter() if base else contextlib.nullcontext():
-        everything = torch.ones_like(ids)
-        tokens = peft_model.generate(
-            input_ids=ids, attention_mask=everything, do_sample=False, **options
-        )
+        tokens = peft_model.generate(input_ids=ids, **options)
     peft_model.train(was_training)
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -2420,21 +2320,6 @@ def require_same_base(before: str, now: str, settings: Settings) -> None:
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
-STATE = {"model", "optimizer", "scaler", "random", "progress", "metrics", "settings", "corpus"}
-STATE |= {"global_batch", "frozen"}
-
-
-def patiently(function: Callable, *args: Any, **options: Any) -> Any:
-    """Calls what may fail now and then, as networks do, up to four times within seven seconds."""
-    for pause in (1, 2, 4, None):
-        try:
-            return function(*args, **options)
-        except Exception as error:  # every file system has its own kinds
-            final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-            if pause is None or isinstance(error, final):
-                raise
-            time.sleep(pause)
-
 
 class Checkpoints:
     """The checkpoints in a folder or at a URL of fsspec: files step-00000100.pt, all or nothing.
@@ -2456,7 +2341,7 @@ class Checkpoints:
         self.root = os.path.realpath(root) if self.local else root.rstrip("/")
         self.worker, self.pending = ThreadPoolExecutor(1), None
         self.state: dict = {}  # the newest that was to be saved, on the CPU
-        self.trouble = ""  # why it could not be
+        self.trouble: WriteError | None = None  # why it could not be
 
     def names(self, pattern: str = r"step-\d+\.pt") -> list[str]:
         """What is there, newest first. Raises `UserError` for a place that cannot be reached."""
@@ -2482,7 +2367,7 @@ class Checkpoints:
                         raise ValueError(f"the checksum of {bad} is wrong")
                     file.seek(0)
                     state = torch.load(file, map_location="cpu", weights_only=True)
-                if not STATE <= set(state):
+                if "global_batch" not in state:
                     raise ValueError("no checkpoint of this program")
                 notes.append(f"going on from {self.place}/{name}")
                 return state | {"note": "; ".join(notes)}
@@ -2510,12 +2395,8 @@ class Checkpoints:
         self.wait()
         if not self.trouble:
             return str(folder)
-        path = Path(tempfile.mkdtemp(prefix="checkpoint-"), self._name())
-        try:
-            write_file(path, lambda file: file.write(in_bytes(self.state)))
-        except WriteError:
-            raise WriteError(self.trouble) from None
-        return str(path)
+        content = in_bytes(self.state)
+        return str(rescue(self.trouble, self._name(), lambda to: to.write_bytes(content)))
 
     def _name(self, step: str = "step") -> str:
         return f"step-{self.state['progress'][step]:08d}.pt"
@@ -2525,19 +2406,20 @@ class Checkpoints:
         try:
             patiently(self.fs.makedirs, self.root, exist_ok=True)
             if self.local:
-                write_file(Path(final), lambda file: file.write(content))
+                write_whole(Path(final), lambda to: to.write_bytes(content))
             else:
                 patiently(self.fs.pipe_file, f"{final}.partial", bytes(content))
                 patiently(self.fs.mv, f"{final}.partial", final)
-            self.trouble = ""
+            self.trouble = None
             # What is newer than this one is damaged, or of a course that the run has left.
             kept = [name for name in self.names() if name <= self._name()][: self.keep]
             for name in self.names(r"step-\d+\.pt(\.partial)?"):
                 if name not in (*kept, self._name("best_step")):
                     patiently(self.fs.rm_file, f"{self.root}/{name}")
         except Exception as error:  # every file system has its own kinds
-            self.trouble = f"cannot write a checkpoint to {self.place}: {reason_of(error)}"
-            say_error(f"warning: {self.trouble}; the next one will be tried again")
+            problem = f"cannot write a checkpoint to {self.place}: {reason_of(error)}"
+            self.trouble = WriteError(problem)
+            say_error(f"warning: {problem}; the next one will be tried again")
 
     def close(self, folder: Path) -> None:
         """Ends the thread; at a URL, puts the finished run's files there as well."""
@@ -2552,6 +2434,18 @@ class Checkpoints:
         except Exception as error:  # every file system has its own kinds
             problem = f"cannot write the results to {self.place}: {reason_of(error)}"
             raise WriteError(f"{problem}; they are in {folder}") from None
+
+
+def patiently(function: Callable, *args: Any, **options: Any) -> Any:
+    """Calls what may fail now and then, as networks do, up to four times within seven seconds."""
+    for pause in (1, 2, 4, None):
+        try:
+            return function(*args, **options)
+        except Exception as error:  # every file system has its own kinds
+            final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+            if pause is None or isinstance(error, final):
+                raise
+            time.sleep(pause)
 
 
 def in_bytes(content: dict) -> memoryview:
@@ -2620,18 +2514,15 @@ def fit_to_checkpoint(run: Run) -> dict | None:
     before, now = state["corpus"], run.data.identity
     refuse(before != now, f"the interrupted run's corpus has {before}, this one {now}")
     require_same_base(state["frozen"], run.frozen, s)
-    shapes = [{(name, tuple(value.shape)) for name, value in named}
-              for named in (trained_parameters(run.model), state["model"].items())]  # fmt: skip
-    different = sorted(shapes[0] ^ shapes[1])
-    refuse(different, f"--resume: checkpoint and model differ in {different[:2]}")
     ranks, wanted = launch.world_size, state["global_batch"]
+    before = counted(wanted, "sequence")
     if global_batch(launch, s) != wanted and not s.batch_given and wanted % ranks == 0:
         per_rank = wanted // ranks
         s.batch_size = max(b for b in range(1, s.batch_size + 1) if per_rank % b == 0)
         s.grad_accum = per_rank // s.batch_size
         chosen = f"{s.batch_size} × accumulation {s.grad_accum}"
-        launch.choose("batch", chosen, f"keeps the {counted(wanted, 'sequence')} an update")
-    now, before = global_batch(launch, s), counted(wanted, "sequence")
+        launch.choose("batch", chosen, f"keeps the {before} an update")
+    now = global_batch(launch, s)
     product = f"batch {s.batch_size} × accumulation {s.grad_accum} × ranks {ranks} = {now}"
     refuse(now != wanted, f"--resume: {product}, but the interrupted run had {before} an update")
     limit = f"beyond the last one, {run.updates}, that --max-steps and --epochs allow"
@@ -2652,7 +2543,7 @@ def state_of(trainer: Trainer) -> dict:
         "scaler": trainer.scaler.state_dict(),
         "random": gather(random, launch),
         "progress": dataclasses.asdict(trainer.progress),
-        "metrics": trainer.log.text(),
+        "metrics": trainer.log.rows,
         "settings": run.settings.to_save(),
         "corpus": run.data.identity,
         "global_batch": global_batch(launch, run.settings),
@@ -2689,40 +2580,38 @@ RESULTS = ("tiny_transformer.pt", "adapter", "merged")
 ARTIFACTS = ("run.json", "metrics.jsonl", "loss_curve.png", *RESULTS, "tensorboard", "checkpoints")
 
 
-def write_file(path: Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file completely or not at all: beside it, flushed to the disk, renamed. `write` gets
-    the open binary file. Raises `WriteError`; the old content of `path` then stays."""
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file or a folder completely or not at all: `write` gets a path beside it, which is
+    flushed to the disk and then moved. Raises `WriteError`; the old content of `path` stays."""
     beside = path.with_name(path.name + ".partial")
     try:
-        with open(beside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
-
-
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder completely or not at all. Raises `WriteError`."""
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
+        remove(beside)
         write(beside)
-        shutil.rmtree(path, ignore_errors=True)
-        beside.rename(path)
+        if beside.is_dir():
+            remove(path)  # a folder moves onto nothing else
+        else:
+            with open(beside, "rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
     except Exception as error:  # safetensors has kinds of its own
-        shutil.rmtree(beside, ignore_errors=True)
+        remove(beside)
         raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Writes an object as indented UTF-8. Raises `WriteError`."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    # A file name that is not UTF-8 has lone surrogates; as \udcfc they read back the same.
-    write_file(path, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all that it holds, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def rescue(trouble: WriteError, name: str, write: Callable[[Path], Any]) -> Path:
+    """Writes what could not be written to a temporary folder instead, and returns the path; raises
+    `trouble` if that fails too."""
+    path = Path(tempfile.mkdtemp(prefix="rescued-"), name)
+    try:
+        write_whole(path, write)
+    except WriteError:
+        raise trouble from None
+    return path
 
 
 def open_run_folder(run: Run) -> Path:
@@ -2740,38 +2629,35 @@ def open_run_folder(run: Run) -> Path:
 
 def claim(folder: Path, settings: Settings) -> bool:
     """Makes a run's folder and takes possession of it by its run.json; False if another has it."""
-    s, own = settings, False
+    s, state, own = settings, settings.checkpoint, False
     if s.resume == "auto":  # without a checkpoint, an attempt that came to nothing may lie there
-        own = bool(s.checkpoint) or not any((folder / name).exists() for name in RESULTS)
+        own = bool(state) or not any((folder / name).exists() for name in RESULTS)
     elif s.resume:
         own = Path(s.resume).resolve() == folder.resolve()
     checkpoints = Checkpoints(s.checkpoint_dir or folder / "checkpoints")
-    source = s.checkpoint or {"root": "", "named": None}  # what the run goes on from
-    foreign = checkpoints.names() and (source["named"] or source["root"] != checkpoints.root)
-    deletes = not own and (f"{source['root']}/".startswith(f"{os.path.realpath(folder)}/"))
-    deletes |= bool(source["named"]) and source["root"] == checkpoints.root
-    refuse(s.overwrite and deletes, "--overwrite would delete what --resume goes on from")
+    goes_on = state and not state["named"] and state["root"] == checkpoints.root
+    foreign = [] if goes_on else checkpoints.names()
     taken = foreign and s.checkpoint_dir and not s.overwrite
     refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
-    try:  # not hours later, at the first save
-        if s.checkpoint_dir:
-            checkpoints.fs.makedirs(checkpoints.root, exist_ok=True)
-    except Exception as error:  # every file system has its own kinds
-        raise UserError(f"--checkpoint-dir {s.checkpoint_dir}: {reason_of(error)}") from None
+    flag = "--checkpoint-dir"
     try:
+        if s.checkpoint_dir:  # now, and not hours later at the first save
+            checkpoints.fs.makedirs(checkpoints.root, exist_ok=True)
+        flag = "--output-dir"
         folder.mkdir(parents=True, exist_ok=bool(s.output_dir))
-        if s.overwrite and not own:
-            for old in (folder / name for name in ARTIFACTS):
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-            for name in checkpoints.names() if foreign else ():
+        if s.overwrite:
+            for name in ARTIFACTS:
+                remove(folder / name)
+            for name in foreign:
                 checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
         if not own and holds_a_run(folder):
             return False
         open(folder / "run.json", "a" if own else "x", encoding="utf-8").close()
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise UserError(f"--output-dir {folder}: {reason_of(error)}") from None
+    except Exception as error:  # every file system has its own kinds
+        if flag == "--output-dir" and isinstance(error, FileExistsError):
+            return False
+        place = folder if flag == "--output-dir" else s.checkpoint_dir
+        raise UserError(f"{flag} {place}: {reason_of(error)}") from None
     return True
 
 
@@ -2780,10 +2666,10 @@ def holds_a_run(folder: Path) -> bool:
     return any((folder / artifact).exists() for artifact in ARTIFACTS)
 
 
-def save_tiny(model: TinyCausalTransformer, folder: Path) -> None:
-    """Writes `tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
+def save_tiny(model: TinyCausalTransformer, path: Path) -> None:
+    """`tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
     content = {"config": model.config, "model": copy_to_cpu(dict(model.state_dict()))}
-    write_file(folder / "tiny_transformer.pt", lambda file: file.write(in_bytes(content)))
+    path.write_bytes(in_bytes(content))
 
 
 def load_tiny(folder: Path) -> TinyCausalTransformer:
@@ -2799,30 +2685,29 @@ def load_tiny(folder: Path) -> TinyCausalTransformer:
     return model
 
 
-def save_qwen(
-    peft_model: Any, tokenizer: Any, folder: Path, settings: Settings, chat: bool
-) -> None:
-    """Writes `adapter/`, nothing but LoRA tensors in fp32, their config and the tokenizer, and with
-    --merge `merged/`: W + (alpha / r) B A, formed in fp32 and then rounded to the base's type, with
-    the token that was trained among those that end its texts; `peft_model` is used up by it."""
+def qwen_results(peft_model: Any, tokenizer: Any, chat: bool) -> dict[str, Callable[[Path], None]]:
+    """What writes `adapter/`, nothing but LoRA tensors in fp32, their config and the tokenizer, and
+    `merged/`: W + (alpha / r) B A, formed in fp32 and then rounded to the base's type, with the
+    token that was trained among those that end its texts. Merging uses `peft_model` up."""
 
     def adapter(to: Path) -> None:
         peft_model.save_pretrained(to, save_embedding_layers=False)  # the default asks the hub
         tokenizer.save_pretrained(to)
 
-    def merged(to: Path) -> None:
+    @functools.cache
+    def plain() -> Any:
         dtype = peft_model.dtype
-        plain = peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
-        old = plain.generation_config.eos_token_id
+        return peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
+
+    def merged(to: Path) -> None:
+        old = plain().generation_config.eos_token_id
         ends = [] if old is None else old if isinstance(old, list) else [old]
         new = [end for end in end_tokens(tokenizer, chat) if end not in ends]
-        plain.generation_config.eos_token_id = ends + new
-        plain.save_pretrained(to)
+        plain().generation_config.eos_token_id = ends + new
+        plain().save_pretrained(to)
         tokenizer.save_pretrained(to)
 
-    write_folder(folder / "adapter", adapter)
-    if settings.merge:
-        write_folder(folder / "merged", merged)
+    return {"adapter": adapter, "merged": merged}
 
 
 def parameter_digest(model: nn.Module) -> str:
@@ -2841,26 +2726,22 @@ def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def finish(trainer: Trainer) -> None:
     """Compares the ranks' weights, saves them on rank 0, and sums the run up. Ranks meet."""
-    run, log, launch, checkpoints = trainer.run, trainer.log, trainer.launch, trainer.checkpoints
+    run, log, launch = trainer.run, trainer.log, trainer.launch
     trainer.require_sound_weights()
     launch.watch.enter("results", meets=True, patient=True)
     digests = gather(parameter_digest(run.model), launch)
     if len(set(digests)) > 1:
         raise RunError(f"ranks ended with different weights: {digests}")
-    if not checkpoints:
+    if not trainer.checkpoints:
         return
-    try:
-        run.save(log.folder)
-    except WriteError as error:  # the disk is full, say: nothing that was trained may be lost
-        elsewhere = Path(tempfile.mkdtemp(prefix="results-"))
+    for name, write in run.results.items():
         try:
-            run.save(elsewhere)
-        except WriteError:
-            raise error from None
-        raise WriteError(f"{error}; the trained weights are in {elsewhere}") from None
-    log.close()
-    print_ending(log, digests[0])
-    checkpoints.close(log.folder)
+            write_whole(log.folder / name, write)
+        except WriteError as error:  # the disk is full, say: nothing that was trained may be lost
+            place = rescue(error, name, write)
+            raise WriteError(f"{error}; the trained weights are in {place.parent}") from None
+    log.close(digests[0])
+    trainer.checkpoints.close(log.folder)
 
 
 def counted(number: int, noun: str) -> str:
@@ -2903,8 +2784,7 @@ def print_header(run: Run) -> None:
     rows = [(what, f"{chosen} ({reason})") for what, chosen, reason in launch.choices]
     rows += [("corpus", f"{s.corpus_file or s.builtin}: {data.summary}"), ("split", windows)]
     updates = f"{counted(run.updates, 'update')}, {an_epoch:,} an epoch"
-    rows += [("batch", batch), ("steps", updates)]
-    rows += run.notes
+    rows += [("batch", batch), ("steps", updates), *run.notes]
     if not len(data.validation) and (s.val_fraction or s.eval_every):
         why = f"none: --val-fraction {s.val_fraction:g} leaves nothing for it"
         rows.append(("validation", f"{why}; raise it, or give more text"))
@@ -2933,48 +2813,30 @@ class RunLog:
     the training time that was not yet counted began."""
 
     def __init__(self, run: Run, folder: Path, state: dict | None = None) -> None:
-        self.launch, self.settings, self.updates = run.launch, run.settings, run.updates
-        self.folder, self.active = folder, run.launch.rank == 0
+        self.run, self.settings, self.folder = run, run.settings, folder
         self.progress = Progress(**state["progress"]) if state else Progress()
-        self.rows = [json.loads(row) for row in state["metrics"].splitlines()] if state else []
+        self.rows: list[dict] = list(state["metrics"]) if state else []
         self.restart_clock()
         self.logged = dataclasses.replace(self.progress)
-        self.file = self.board = self.bar = None
-        if not self.active:
+        self.board, self.warned = None, False
+        if run.launch.rank:
             return
         print_header(run)
-        write_run_file(run, folder)
-        write_file(folder / "metrics.jsonl", lambda file: file.write(self.text().encode()))
-        self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        write_run_file(run, folder / "run.json")
+        self._write_rows()
         if self.settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(folder / "tensorboard"))
-        if sys.stderr and sys.stderr.isatty():  # None: closed, 2>&-
-            from tqdm import tqdm
-
-            options = {"initial": self.progress.step, "unit": "update", "leave": False}
-            self.bar = tqdm(total=self.updates, **options)
-
-    def text(self) -> str:
-        """All rows so far, as in metrics.jsonl."""
-        return "".join(json.dumps(row) + "\n" for row in self.rows)
-
-    def say(self, text: str) -> None:
-        if self.active:
-            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():
-                self.launch.say(text)
 
     def restart_clock(self) -> None:
         self.mark = time.perf_counter()
 
     def update(self, epoch: int, rate: float, result: StepResult) -> None:
         """Takes note of one update; prints and writes every --log-every, the first and the last."""
-        progress, now = self.progress, time.perf_counter()
+        progress, now, updates = self.progress, time.perf_counter(), self.run.updates
         progress.seconds, self.mark = progress.seconds + now - self.mark, now
-        if self.bar:
-            self.bar.update()
-        if progress.step % self.settings.log_every and progress.step not in (1, self.updates):
+        if progress.step % self.settings.log_every and progress.step not in (1, updates):
             return
         seconds = progress.seconds - self.logged.seconds
         speed = (progress.tokens - self.logged.tokens) / seconds
@@ -2985,12 +2847,12 @@ class RunLog:
         row |= {"grad_norm": norm if math.isfinite(norm) else None}
         row |= {"tokens": progress.tokens, "tokens_per_second": speed}
         row |= {"learned_tokens": progress.learned, "learned_tokens_per_second": learned_speed}
-        memory = peak_memory_bytes(self.launch.device)
-        self._row(row | {"seconds": progress.seconds, "peak_memory_bytes": memory})
+        memory = peak_memory_bytes(self.run.launch.device)
+        self._add(row | {"seconds": progress.seconds, "peak_memory_bytes": memory})
         learned = f" ({learned_speed:,.0f} learned)" if progress.learned < progress.tokens else ""
         overflow = f"  fp16 overflows {progress.skipped}" if progress.skipped else ""
-        self.say(
-            f"step {progress.step:>6}/{self.updates}  epoch {epoch}  loss {result.loss:.4f}  "
+        self.run.launch.say(
+            f"step {progress.step:>6}/{updates}  epoch {epoch}  loss {result.loss:.4f}  "
             f"lr {rate:.2e}  grad norm {norm:.3f}  {speed:,.0f} tokens/s{learned}{overflow}"
         )
 
@@ -2998,37 +2860,55 @@ class RunLog:
         """Takes note of one validation; returns whether it is the best so far."""
         progress = self.progress
         progress.validated = progress.step
-        self._row({"step": progress.step, "val_loss": loss})
+        self._add({"step": progress.step, "val_loss": loss})
         better = progress.best is None or loss < progress.best
         if better:
             progress.best, progress.best_step = loss, progress.step
-        best = " (best)" if better else ""
-        self.say(f"step {progress.step:>6}/{self.updates}  validation loss {loss:.4f}{best}")
+        text = f"step {progress.step:>6}/{self.run.updates}  validation loss {loss:.4f}"
+        self.run.launch.say(text + " (best)" * better)
         return better
 
-    def _row(self, row: dict) -> None:
+    def _add(self, row: dict) -> None:
         self.rows.append(row)
+        if self.run.launch.rank:
+            return
+        path = self.folder / "metrics.jsonl"
         try:
-            if self.file:
-                self.file.write(json.dumps(row) + "\n")
-                self.file.flush()
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
         except OSError as error:  # training can go on; `close` writes all rows again
-            with contextlib.suppress(OSError):
-                self.file.close()
-            self.file = None
-            say_error(f"warning: cannot write {self.folder / 'metrics.jsonl'}: {reason_of(error)}")
+            if not self.warned:
+                say_error(f"warning: cannot write {path}: {reason_of(error)}")
+            self.warned = True
         for name in sorted(row.keys() - {"step", "epoch"}) if self.board else ():
             if row[name] is not None:
                 self.board.add_scalar(name, row[name], row["step"])
 
-    def close(self) -> None:
-        """Closes the files and draws the picture."""
-        for open_one in (self.bar, self.board, self.file):
-            if open_one is not None:
-                open_one.close()
-        if not self.file:
-            write_file(self.folder / "metrics.jsonl", lambda f: f.write(self.text().encode()))
+    def _write_rows(self) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        write_whole(self.folder / "metrics.jsonl", lambda to: to.write_text(text, "utf-8"))
+
+    def close(self, digest: str) -> None:
+        """Writes all rows, draws the picture, and prints the last lines of the run."""
+        progress, launch, say = self.progress, self.run.launch, self.run.launch.say
+        if self.board:
+            self.board.close()
+        self._write_rows()
         draw_loss_curve(self.rows, self.folder / "loss_curve.png")
+        speed = progress.tokens / max(progress.seconds, 1e-9)
+        updates, tokens = counted(progress.step, "update"), counted(progress.tokens, "token")
+        say(f"done       {updates}, {tokens}, {speed:,.0f} tokens/s")
+        if final := [row["val_loss"] for row in self.rows if "val_loss" in row]:
+            best = f"best {progress.best:.4f} at update {progress.best_step}"
+            say(f"validation final {final[-1]:.4f}, {best}")
+        on_cuda = launch.device.type == "cuda"
+        memory = "of the GPU's" if on_cuda else "the whole process, PyTorch's own included"
+        peak = peak_memory_bytes(launch.device) / 1e6
+        say(f"memory     peak {peak:,.0f} MB on rank 0, {memory}")
+        ranks = launch.world_size
+        say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
+        written = [name for name in ARTIFACTS if (self.folder / name).exists()]
+        say(f"written to {self.folder}: {' '.join(written)}")
 
 
 def draw_loss_curve(rows: list[dict], path: Path) -> None:
@@ -3046,13 +2926,15 @@ def draw_loss_curve(rows: list[dict], path: Path) -> None:
             axes.legend()
     axes.set(xlabel="update", ylabel="loss (nats per token)", title="Loss of the global batch")
     axes.grid(alpha=0.3)
-    write_file(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    write_whole(path, lambda to: figure.savefig(to, format="png", dpi=120))
 
 
-def write_run_file(run: Run, folder: Path) -> None:
-    """Writes `run.json`: settings as resolved, versions, parameters, choices and reasons."""
+def write_run_file(run: Run, path: Path) -> None:
+    """`run.json`: settings as resolved, versions, parameters, choices and reasons."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions |= {"torch": torch.__version__, "numpy": np.__version__} | run.versions
+    for package in ("torch", "numpy", "transformers", "peft"):
+        if package in sys.modules:
+            versions[package] = sys.modules[package].__version__
     total = sum(p.numel() for p in run.model.parameters())
     trained = sum(p.numel() for _, p in trained_parameters(run.model))
     content = {
@@ -3066,25 +2948,9 @@ def write_run_file(run: Run, folder: Path) -> None:
         "chat": run.data.chat,
         "frozen": run.frozen,
     }
-    write_json(folder / "run.json", content)
-
-
-def print_ending(log: RunLog, digest: str) -> None:
-    """The last lines of a run, on rank 0."""
-    progress, ranks, say = log.progress, log.launch.world_size, log.launch.say
-    speed = progress.tokens / max(progress.seconds, 1e-9)
-    updates, tokens = counted(log.updates, "update"), counted(progress.tokens, "token")
-    say(f"done       {updates}, {tokens}, {speed:,.0f} tokens/s")
-    if final := [row["val_loss"] for row in log.rows if "val_loss" in row]:
-        best = f"best {progress.best:.4f} at update {progress.best_step}"
-        say(f"validation final {final[-1]:.4f}, {best}")
-    on_cuda = log.launch.device.type == "cuda"
-    memory = "of the GPU's" if on_cuda else "the whole process, PyTorch's own included"
-    peak = peak_memory_bytes(log.launch.device) / 1e6
-    say(f"memory     peak {peak:,.0f} MB on rank 0, {memory}")
-    say(f"weights sha256 {digest}" + (f" (equal on all {ranks} ranks)" if ranks > 1 else ""))
-    written = [name for name in ARTIFACTS if (log.folder / name).exists()]
-    say(f"written to {log.folder}: {' '.join(written)}")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # A file name that is not UTF-8 has lone surrogates; as \udcfc they read back the same.
+    write_whole(path, lambda to: to.write_bytes(text.encode("utf-8", "backslashreplace")))
 
 
 if __name__ == "__main__":

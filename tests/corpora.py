@@ -10,7 +10,6 @@ from conftest import settings_of
 import llm_ddp_parallel_training as ddp
 
 BOM = b"\xef\xbb\xbf"
-CHUNKS = (7, 16, 64, 1 << 22)  # bytes that the reader looks at in one go
 
 
 def data_of(tmp_path, data: bytes | str, *flags: object, name: str = "corpus.txt") -> ddp.Data:

@@ -49,6 +49,11 @@ for folder in ("adapter", "merged"):
 """
 
 
+def write_results(model, tokenizer, folder, chat):
+    for name, write in ddp.qwen_results(model, tokenizer, chat).items():
+        ddp.write_whole(folder / name, write)
+
+
 def logits_of(model, ids):
     with torch.no_grad():
         return model.eval()(ids).logits
@@ -64,7 +69,7 @@ def test_adapter_and_merged_model_give_the_same_logits_in_a_fresh_process(tmp_pa
         assert (logits_of(model, ids) - want).abs().max() > 0.1
     save_file({"ids": ids, "logits": want}, tmp_path / "want.safetensors")
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    ddp.save_qwen(model, tokenizer, tmp_path, settings, chat=True)
+    write_results(model, tokenizer, tmp_path, chat=True)
 
     file = tmp_path / "adapter/adapter_model.safetensors"
     tensors = load_file(file)
@@ -92,7 +97,7 @@ def test_the_merged_model_is_right_with_tied_and_untied_heads(tmp_path, tied):
     model = adapted(base, "--lora-dropout", 0)
     ids = torch.tensor([sample_of(tokenizer, TEXTS[2])[0].tolist()])
     want = logits_of(model, ids)
-    ddp.save_qwen(model, tokenizer, tmp_path, settings, chat=False)
+    write_results(model, tokenizer, tmp_path, chat=False)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (logits_of(merged, ids) - want).abs().max() <= 1e-4
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
@@ -105,7 +110,7 @@ def test_a_half_precision_base_is_merged_in_fp32_and_rounded_once(tmp_path, smal
     layer = model.get_base_model().model.layers[1].self_attn.q_proj
     lora_a, lora_b = (m["default"].weight.detach() for m in (layer.lora_A, layer.lora_B))
     want = (layer.base_layer.weight.float() + 8 / 4 * lora_b @ lora_a).to(torch.bfloat16)
-    ddp.save_qwen(model, tokenizer, tmp_path, settings, chat=False)
+    write_results(model, tokenizer, tmp_path, chat=False)
     merged = load_file(tmp_path / "merged/model.safetensors")
     assert {t.dtype for t in merged.values()} == {torch.bfloat16}
     assert torch.equal(merged["model.layers.1.self_attn.q_proj.weight"], want)
@@ -118,7 +123,7 @@ def test_a_merged_chat_model_stops_where_the_training_ended_a_turn(tmp_path, sma
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"  # and a turn ends in <|im_end|>
     close, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    ddp.save_qwen(adapted(base), tokenizer, tmp_path, settings, chat=True)
+    write_results(adapted(base), tokenizer, tmp_path, chat=True)
     saved = json.loads((tmp_path / "merged/generation_config.json").read_text("utf-8"))
     assert set(saved["eos_token_id"]) == {5, 7, close, eos}  # the base's own stay
 

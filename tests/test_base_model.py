@@ -174,7 +174,7 @@ def test_behind_a_proxy_the_hubs_name_is_for_the_proxy_to_resolve(monkeypatch):
 def test_rank_0_loads_first_so_that_a_download_happens_once(monkeypatch, rank, order):
     events = []
 
-    def load(settings, attention):
+    def load(settings):
         events.append("load")
         return None, None
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, clean_environment, settings_of
-from corpora import BOM, CHUNKS, data_of, refusal
+from corpora import BOM, data_of, refusal
 
 import llm_ddp_parallel_training as ddp
 
@@ -38,9 +38,9 @@ def samples_of(tmp_path, data: bytes, form: str = "lines") -> ddp.Samples:
     """The samples of a file, or the one that is the whole document."""
     path = tmp_path / "corpus.txt"
     path.write_bytes(data)
-    buffer, name = ddp.read_corpus(settings_of("--corpus-file", path, "--corpus-format", form))
-    whole = (0, len(buffer)) if form == "document" else None
-    return ddp.Samples(buffer, name, document=whole)
+    buffer = ddp.read_corpus(settings_of("--corpus-file", path, "--corpus-format", form))
+    samples = ddp.Samples(buffer, str(path))
+    return samples.part(0, len(buffer)) if form == "document" else samples
 
 
 def read_lines(tmp_path, data: bytes) -> list[str]:
@@ -81,11 +81,9 @@ def test_line_endings_do_not_change_a_document(tmp_path):
     assert read_document(tmp_path, b"a\n\nb") == b"a\n\nb"
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_lines_are_the_same_wherever_the_reader_cuts_the_file(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(ddp, "CHUNK", chunk)
-    source = random.Random(chunk)
-    for _ in range(200):
+def test_lines_of_any_bytes_are_those_that_python_sees(tmp_path):
+    source = random.Random(0)
+    for _ in range(500):
         data = random_text(source, source.randrange(1, 60))
         lines = samples_of(tmp_path, data)
         assert (list(lines), lines.blank) == naive_lines(data), data
@@ -93,11 +91,9 @@ def test_lines_are_the_same_wherever_the_reader_cuts_the_file(tmp_path, monkeypa
         assert sizes == [len(text.encode("utf-8")) for text in lines], data
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_document_is_the_same_wherever_the_reader_cuts_it(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(ddp, "CHUNK", chunk)
-    source = random.Random(chunk)
-    for _ in range(200):
+def test_a_document_of_any_bytes_is_itself_with_line_feeds(tmp_path):
+    source = random.Random(0)
+    for _ in range(500):
         data = random_text(source, source.randrange(1, 60))
         # A CR at the very end is half a CRLF.
         expected = re.sub(rb"\r(\n|\Z)", b"\n", data.removeprefix(BOM))
@@ -116,8 +112,7 @@ def test_unicode_line_separators_stay_inside_a_sample(tmp_path):
     assert read_lines(tmp_path, f"{sample}\nnext\n".encode()) == [sample, "next"]
 
 
-def test_a_very_long_line_is_one_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(ddp, "CHUNK", 4096)
+def test_a_very_long_line_is_one_sample(tmp_path):
     long = "Grüße, " * 20_000
     assert read_lines(tmp_path, f"a\n{long}\nb\r\n".encode()) == ["a", long, "b"]
     assert read_lines(tmp_path, long.encode()) == [long]
@@ -153,10 +148,8 @@ def naive_position(data: bytes) -> tuple[int, int]:
     return data.count(b"\n", 0, error.value.start) + 1, error.value.start
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_byte_that_is_not_utf8_is_named_by_line_and_offset(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(ddp, "CHUNK", chunk)
-    source = random.Random(chunk)
+def test_a_byte_that_is_not_utf8_is_named_by_line_and_offset(tmp_path):
+    source = random.Random(0)
     wrong = [b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\x80",
              b"\xf5\x80\x80\x80", b"\xe2\x28\xa1", b"\x80\x80\x80\x80\x80"]  # fmt: skip
     for _ in range(150):
@@ -168,12 +161,9 @@ def test_a_byte_that_is_not_utf8_is_named_by_line_and_offset(tmp_path, monkeypat
             assert f"corpus.txt, line {line}, byte offset {offset}:" in message, data
 
 
-def test_stray_bytes_after_a_whole_character_are_named_not_the_character(tmp_path, monkeypatch):
-    monkeypatch.setattr(ddp, "CHUNK", 16)
-    for before in range(20):  # so that the border of a piece meets every byte once
-        data = b"a" * before + "😀".encode() + b"\x80" * 8 + b"a" * 20
-        offset = naive_position(data)[1]
-        assert f"byte offset {offset}:" in refusal(tmp_path, data)
+def test_stray_bytes_after_a_whole_character_are_named_not_the_character(tmp_path):
+    data = b"aaa" + "😀".encode() + b"\x80" * 8 + b"a" * 20
+    assert f"byte offset {naive_position(data)[1]}:" in refusal(tmp_path, data)
 
 
 def test_a_file_that_ends_inside_a_character_is_refused_at_its_first_byte(tmp_path):

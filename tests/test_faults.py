@@ -325,12 +325,13 @@ def full_folder(monkeypatch):
     """Call it with a folder in which the reference can then write no file of that name."""
 
     def fill(folder: Path, name: str) -> None:
-        def checked(path, mode="r", *arguments, **options):
-            if "w" in mode and folder in Path(path).parents and Path(path).name.startswith(name):
+        def checked(path, content):
+            if folder in path.parents and path.name.startswith(name):
                 raise OSError(28, "No space left on device")
-            return open(path, mode, *arguments, **options)
+            return write_bytes(path, content)
 
-        monkeypatch.setattr(reference, "open", checked, raising=False)
+        write_bytes = Path.write_bytes
+        monkeypatch.setattr(Path, "write_bytes", checked)
 
     return fill
 
@@ -345,7 +346,7 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_weights(
     assert whole.status == 0 and finished.status == 1
     (line,) = finished.err.splitlines()
     assert line.startswith("error: cannot write") and "No space left on device" in line
-    (elsewhere,) = temporary.glob("results-*")
+    (elsewhere,) = temporary.glob("rescued-*")
     assert line.endswith(f"the trained weights are in {elsewhere}")
     saved, expected = weights(elsewhere), weights(tmp_path / "whole")
     assert saved.keys() == expected.keys()

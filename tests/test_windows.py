@@ -28,18 +28,6 @@ def test_another_seed_holds_out_other_samples():
     assert ddp.hold_out(1000, 0.1, 0).tolist() != ddp.hold_out(1000, 0.1, 1).tolist()
 
 
-def test_leaving_out_samples_keeps_all_others_in_order():
-    source = random.Random(0)
-    for _ in range(200):
-        size = source.randrange(1, 30)
-        left_out = sorted(source.sample(range(size), source.randrange(size + 1)))
-        kept = [i for i in range(size) if i not in left_out]
-        without = ddp.Without(size, np.array(left_out, dtype=np.int64))
-        assert len(without) == len(kept)
-        assert [int(without[i]) for i in range(len(kept))] == kept
-        assert without[np.arange(len(kept))].tolist() == kept
-
-
 def test_training_and_validation_share_no_sample_and_lose_none(tmp_path):
     texts = [f"sample {i}" for i in range(101)]
     built = data_of(tmp_path, "\n".join(texts), "--val-fraction", 0.2)

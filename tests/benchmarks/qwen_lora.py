@@ -133,7 +133,6 @@ def script_side(args: argparse.Namespace, steps: int) -> None:
     settings = ddp.parse_settings(["--model", "qwen", *where, *batch, *flags])
     launch = ddp.Launch()
     ddp.set_up(launch, settings)
-    base.set_attn_implementation(ddp.attention_for(launch, settings.precision))
     samples = samples_of(data, rows * steps * (6 if settings.pack else 1))
     windows = [[i] for i in range(len(samples))]
     if settings.pack:
