@@ -2598,6 +2598,13 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         raise WriteError(f"cannot write {path}: {reason_of(error)}") from None
 
 
+def write_json(path: Path, content: dict) -> None:
+    """Writes an object as indented UTF-8. Raises `WriteError`."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # A file name that is not UTF-8 has lone surrogates; as \udcfc they read back the same.
+    write_whole(path, lambda to: to.write_bytes(text.encode("utf-8", "backslashreplace")))
+
+
 def remove(path: Path) -> None:
     """Removes a file, or a folder with all that it holds, if it is there."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -2948,9 +2955,7 @@ def write_run_file(run: Run, path: Path) -> None:
         "chat": run.data.chat,
         "frozen": run.frozen,
     }
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    # A file name that is not UTF-8 has lone surrogates; as \udcfc they read back the same.
-    write_whole(path, lambda to: to.write_bytes(text.encode("utf-8", "backslashreplace")))
+    write_json(path, content)
 
 
 if __name__ == "__main__":
