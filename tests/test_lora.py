@@ -6,11 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import largest_difference
 from qwen_assets import full_config, make_tokenizer
 from qwen_tests import (
-    TEXTS,
     built,
     gradients,
     kept_bytes,
