@@ -1,6 +1,6 @@
 """Which initial weights let the tiny model learn most, and how exactly must the rate be chosen?
 
-    python tests/benchmarks/initial_weights.py                      python-docs, about 10 minutes
+    python tests/benchmarks/initial_weights.py                      python-docs
     python tests/benchmarks/initial_weights.py TEXT [TEXT ...] --sizes 1x64 2x128 4x256 --seeds 3
 
 For each text, size and kind of initial weights it climbs a grid of learning rates, a factor of √2
