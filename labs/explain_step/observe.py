@@ -1,17 +1,13 @@
 """Looking on while a step runs: a clock for all ranks, the step's phases, DDP's buckets.
 
-Nothing here changes what a step computes:
-
-    Observer       stands where the reference announces the phases of a step
-    BucketWatch    DDP's communication hook: gets each bucket before any other rank has seen it,
-                   and passes it on to DDP's own all-reduce
+Nothing here changes what a step computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,10 +23,7 @@ Tensors = dict[str, torch.Tensor]  # by parameter name
 
 
 class Clock:
-    """Seconds since the start of a step, a moment that the ranks have in common.
-
-    On one machine all processes read the same monotonic clock, and zero is the same instant for
-    all; on several, each rank's zero is when it leaves the same barrier.
+    """Seconds since the start of a step, the same moment for all ranks of a machine.
 
     A GPU works behind Python's back. `now` waits until it has done all it was given, so that a
     phase ends when its work does. Inside the backward pass waiting would destroy the overlap that
@@ -44,7 +37,7 @@ class Clock:
         if launch.world_size > 1:
             dist.barrier()
         self.zero = self.now()
-        if launch.local_world_size == launch.world_size:
+        if launch.local_world_size == launch.world_size:  # all read one and the same clock
             self.zero = max(ddp.gather(self.zero, launch))
         self.first = self.now()  # with nothing to do, a GPU reaches the mark at once
         self.first_mark = self.mark()
@@ -68,18 +61,16 @@ class Clock:
         return self.first + self.first_mark.elapsed_time(mark) / 1000  # it counts milliseconds
 
 
-def random_state(device: torch.device) -> dict:
-    """The states of the generators that dropout draws from on this device."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that dropout draws from: the CPU's, and a GPU's."""
+    gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *gpu]
 
 
-def set_random_state(state: dict, device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    for of_gpu in state[1:]:
+        torch.cuda.set_rng_state(of_gpu, device)
 
 
 class Observer:
@@ -94,20 +85,19 @@ class Observer:
     signal = 0  # nobody asks for the end of the run in the middle of an explanation
 
     def __init__(
-        self, launch: ddp.Launch, clock: Clock, bare: nn.Module, replay: Sequence[dict] = (),
-        exchange: Callable | None = None,
-    ) -> None:  # fmt: skip
-        self.launch, self.clock, self.bare = launch, clock, bare
+        self, launch: ddp.Launch, bare: nn.Module, replay: Sequence = (), exchange: Any = None
+    ) -> None:
+        """Ranks meet, to begin at the same time."""
+        self.launch, self.bare, self.clock = launch, bare, Clock(launch)
         self.replay, self.exchange = iter(replay), exchange
         self.phases: list[list] = []
         self.gradient: Tensors = {}
-        self.random: list[dict] = []
+        self.random: list[list[torch.Tensor]] = []
 
     def enter(self, phase: str, meets: bool = False, patient: bool = False) -> None:
         if phase == "forward":
             self.begin(COPIES)
-            state = next(self.replay, None)
-            if state:
+            if state := next(self.replay, None):
                 set_random_state(state, self.launch.device)
             self.random.append(random_state(self.launch.device))
         elif phase == "sum of losses" and self.exchange:
@@ -123,18 +113,12 @@ class Observer:
         self.begin("optimizer")
 
     def begin(self, phase: str) -> None:
-        """Ends the phase before, too."""
-        now = self.clock.now()
-        if self.phases:
-            self.phases[-1][2] = now
-        self.phases.append([phase, now, now])
+        self.end()
+        self.phases.append([phase, self.clock.now(), 0.0])
 
     def end(self) -> None:
-        self.phases[-1][2] = self.clock.now()
-
-    def begin_of(self, phase: str) -> float:
-        """When the first phase of that name began."""
-        return next(begin for name, begin, _ in self.phases if name == phase)
+        if self.phases:
+            self.phases[-1][2] = self.clock.now()
 
 
 @dataclasses.dataclass
@@ -151,7 +135,8 @@ class Bucket:
 
 
 class BucketWatch:
-    """DDP's communication hook: notes each bucket and passes it on to DDP's own all-reduce.
+    """DDP's communication hook: notes each bucket before any other rank has seen it, and passes it
+    on to DDP's own all-reduce.
 
     Without a hook, DDP multiplies by 1/N where its all-reduce hook divides by N: the same bits
     when N is a power of two, else the same but for the last place.
@@ -159,17 +144,15 @@ class BucketWatch:
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, bare: nn.Module) -> None:
         self.names = {id(p): name for name, p in ddp.trained_parameters(bare)}
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # of the step that `clock` belongs to
         self.clock: Clock | None = None
         model.register_comm_hook(None, self.hook)
 
     def hook(self, group, bucket):  # DDP would refuse its annotations, which are text here
         """Called for every bucket, on the thread that runs the backward pass."""
         ready, buffer, parameters = self.clock.mark(), bucket.buffer(), bucket.parameters()
-        noted = Bucket(
-            [self.names[id(p)] for p in parameters], [p.numel() for p in parameters],
-            buffer.numel() * buffer.element_size(), ready, buffer.clone(),
-        )  # fmt: skip
+        names, sizes = [self.names[id(p)] for p in parameters], [p.numel() for p in parameters]
+        noted = Bucket(names, sizes, buffer.nbytes, ready, buffer.clone())
         self.buckets.append(noted)
 
         def done(future: torch.futures.Future) -> torch.Tensor:
@@ -179,7 +162,3 @@ class BucketWatch:
 
         noted.sent = self.clock.mark()
         return allreduce_hook(group, bucket).then(done)  # ranks meet, beside the backward pass
-
-    def take(self) -> list[Bucket]:
-        taken, self.buckets = self.buckets, []
-        return taken
