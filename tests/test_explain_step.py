@@ -257,7 +257,7 @@ def test_one_process_says_in_one_line_what_is_missing(tmp_path):
     ended = here(*MODEL, "--steps", 1, "--output-dir", tmp_path / "one", main=lab.main)
     assert ended.status == 0, ended.err
     (line,) = [line for line in ended.out.splitlines() if line.startswith("One process:")]
-    assert "need two ranks" in line
+    assert "needs two ranks" in line
     (step,) = explanation(tmp_path / "one")["steps"]
     assert step["ranks"][0]["buckets"] == [] and step["proof"] == {}
     assert step["ranks"][0]["local_gradient_norms"] == step["gradient_norms"]

@@ -16,9 +16,9 @@ if not __package__:  # started by its path: the project is two folders up
 from labs.break_it import BUGS, detectors
 from labs.break_it.bug import Bug, OnPaper, Stop
 from labs.break_it.runner import RANKS, Finding, reproduce
-from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable, say
+from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable
 from labs.shared.plot import new_figure, require_matplotlib, save_figure
-from labs.shared.report import paragraph, table
+from labs.shared.report import paragraph, show, table
 from llm_ddp_parallel_training import RunError, UserError, one_clear_ending, write_json
 
 DRAWN = {  # what a bug's number is, and how it is written
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError("--picture draws six bugs: give --all with it")
         refuse_launcher("break_it")
         if not (options.all or options.bug):
-            say(table([[name, title(kind)] for name, kind in BUGS.items()], align="<<"))
-            say("\nMake one with --bug NAME, or all of them with --all.")
+            show(table([[name, title(kind)] for name, kind in BUGS.items()], align="<<"))
+            show("\nMake one with --bug NAME, or all of them with --all.")
             return
         require_writable("--json", options.json)
         require_writable("--picture", options.picture)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make(names: list[str], options: Options) -> None:
     """Makes these bugs, tells about each, and concludes. Raises `RunError` if one was not seen."""
     what, time = ("all bugs", "about a minute") if len(names) > 1 else (names[0], "some seconds")
-    say(f"{what}, each wrong and right, on {RANKS} ranks of this CPU: {time}")
+    show(f"{what}, each wrong and right, on {RANKS} ranks of this CPU: {time}")
     findings: dict[str, dict[str, Finding]] = {}
     for name in names:
         if not issubclass(BUGS[name], OnPaper):
@@ -80,12 +80,12 @@ def make(names: list[str], options: Options) -> None:
         }
         write_json(options.json, told)
     if len(names) > 1:
-        say("\nAll bugs\n========\n")
-        say(table([row for name in names for row in rows(name, findings.get(name))], align="<<<"))
+        show("\nAll bugs\n========\n")
+        show(table([row for name in names for row in rows(name, findings.get(name))], align="<<<"))
     missing = [name for name, both in findings.items() if not shown(name, both)]
     if missing:
         raise RunError(f"not shown: {', '.join(missing)}")
-    say("\n" + conclusion(findings))
+    show("\n" + conclusion(findings))
 
 
 def title(thing: type[Bug] | Callable) -> str:
@@ -111,21 +111,21 @@ def tell(name: str, findings: dict[str, Finding]) -> None:
     """Prints all there is to say about a bug."""
     kind = BUGS[name]
     about = " ".join(inspect.getdoc(kind).split("\n\n", 1)[1].split())
-    say(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{paragraph(about)}\n")
+    show(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{paragraph(about)}\n")
     for line in difflib.ndiff(source(kind.wrong), source(kind.right)):
         if not line.startswith("?"):
-            say(f"    {line}".rstrip())
-    say("\nsymptom")
+            show(f"    {line}".rstrip())
+    show("\nsymptom")
     for version, finding in findings.items():
-        say(paragraph(f"{version:7}" + finding.symptom, "    "))
+        show(paragraph(f"{version:7}" + finding.symptom, "    "))
     if not findings:
-        say(paragraph(f"not made, it needs two GPUs: {kind.seen}", "    "))
-    say("\ndetector")
+        show(paragraph(f"not made, it needs two GPUs: {kind.seen}", "    "))
+    show("\ndetector")
     if kind.debug:
-        say(f"    TORCH_DISTRIBUTED_DEBUG={kind.debug}")
-    say(textwrap.indent("\n".join(source(kind.detector)), "    ") + "\n")
+        show(f"    TORCH_DISTRIBUTED_DEBUG={kind.debug}")
+    show(textwrap.indent("\n".join(source(kind.detector)), "    ") + "\n")
     for version, finding in findings.items():
-        say(paragraph(f"{version:7}{finding.detected or 'silent'}", "    "))
+        show(paragraph(f"{version:7}{finding.detected or 'silent'}", "    "))
 
 
 def rows(name: str, findings: dict[str, Finding] | None) -> list[list[str]]:

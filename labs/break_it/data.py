@@ -93,10 +93,9 @@ class NoSampler(Bug, name="no-sampler"):
 class UnequalBatches(Stop, name="unequal-batches"):
     """Unequal numbers of batches: one rank is done while the other waits for its gradients.
 
-    17 samples in batches of 4 are three batches on rank 0 and two on rank 1. DDP meets in every
-    backward pass. `DistributedSampler` makes shares even; who divides the data in another way, as
-    one file a rank or a stream, has to agree on a number. `model.join()` serves, too: ranks that
-    are done then send zeros.
+    17 samples in batches of 4 are three batches on rank 0 and two on rank 1. `DistributedSampler`
+    makes shares even; who divides the data in another way has to agree on a number, or to use
+    `model.join()`, with which ranks that are done send zeros.
     """
 
     def given(self):

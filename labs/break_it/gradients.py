@@ -16,9 +16,8 @@ from labs.break_it.detectors import beside_one_process, like_one_process
 class MeanOfMeans(Bug, name="mean-of-means"):
     """A mean of means: the ranks' mean losses are averaged, whatever they are means of.
 
-    DDP divides the sum of the ranks' gradients by the number of ranks. With a mean loss on each
-    rank, a token of the rank with the fewest tokens weighs the most. Here the texts of rank 0
-    end after 8 bytes.
+    With a mean loss on each rank, a token of the rank with the fewest tokens weighs the most. Here
+    the texts of rank 0 end after 8 bytes.
     """
 
     def given(self):
@@ -48,9 +47,8 @@ class MeanOfMeans(Bug, name="mean-of-means"):
 class MeanOfMicroBatches(MeanOfMeans, name="mean-of-micro-batches"):
     """Accumulation as a mean of means: each micro-batch's mean loss is divided by their number.
 
-    It is the same mistake within a rank: tokens of a short micro-batch weigh more, so that
-    `--grad-accum`, which should change nothing but memory, changes the training. Here every rank
-    has as many tokens, but the first of its two micro-batches is short.
+    The same mistake within a rank: tokens of a short micro-batch weigh more, so that accumulation,
+    which should change nothing but memory, changes the training.
     """
 
     def given(self):
@@ -112,9 +110,8 @@ class SumNotMean(Bug, name="sum-not-mean"):
 class ClipBeforeUnscale(Bug, name="clip-before-unscale"):
     """Clipping before unscaling: the limit is applied to a gradient that is 65,536 times too long.
 
-    The scaler multiplies the loss so that small fp16 gradients do not vanish. Clipped in that
-    state, every gradient is cut to the limit, and unscaling then divides it by 65,536. AdamW, which
-    looks at ratios, hides it until its eps takes over; plain SGD, as here, stands still.
+    Every gradient is cut to the limit, and unscaling then divides it by 65,536. AdamW, which looks
+    at ratios, hides it until its eps takes over; plain SGD, as here, stands still.
     """
 
     def given(self):

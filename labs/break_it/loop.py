@@ -15,9 +15,8 @@ from labs.break_it.bug import Bug, Stop
 class RankZeroCollective(Stop, name="rank-0-collective"):
     """A collective that only rank 0 calls: it waits for ranks that have gone on.
 
-    Logging, saving and printing happen on rank 0; whatever they need from the others must be
-    fetched before the condition. If the others' next collective looks alike, there is no hang but
-    worse: it is paired with the wrong one, and every number from then on is another one's.
+    What logging or saving on rank 0 needs from the others must be fetched before the condition. If
+    the others' next collective looks alike, there is no hang but worse: it is paired with this one.
     """
 
     debug = "DETAIL"
@@ -45,9 +44,8 @@ class RankZeroCollective(Stop, name="rank-0-collective"):
 class OneRankDecides(Stop, name="one-rank-decides"):
     """One rank decides alone: it leaves the loop, and the others wait for its gradients.
 
-    Early stopping, skipping a batch whose loss is not finite, a limit of time: whatever a rank
-    finds out about its own batch, clock or file must be made common before anybody acts on it.
-    Here the time of rank 1 is up.
+    Whatever a rank finds out about its own batch, clock or file must be made common before anybody
+    acts on it. Here the time of rank 1 is up.
     """
 
     def given(self):
@@ -137,8 +135,7 @@ class SchedulerAhead(LrPerMicroBatch, name="scheduler-ahead"):
     """The scheduler steps though the scaler skipped the update: the schedule runs ahead.
 
     When an fp16 gradient has overflowed, `scaler.step` leaves the weights alone and `scaler.update`
-    halves the scale. That happens in the first updates, until a scale is found that fits, which is
-    when a warm-up should be slow. Here the scale begins so high that the first updates overflow.
+    halves the scale, as in the first updates here: just when a warm-up should be slow.
     """
 
     def given(self):

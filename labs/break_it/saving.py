@@ -102,9 +102,8 @@ def be_late():
 class EveryRankSaves(Bug, name="every-rank-saves"):
     """Saving from every rank into one file: the last writer wins, or two are mixed.
 
-    Whoever opens the file second empties what the first one had finished, so there is a moment
-    without any checkpoint; what remains is one rank's state, or pieces of two. Rank 0 alone
-    writes, under another name, and renames when all is there.
+    Whoever opens the file second empties what the first one had finished; what remains is one
+    rank's state, or pieces of two.
     """
 
     def given(self):

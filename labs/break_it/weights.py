@@ -103,8 +103,7 @@ class SameWorkerNoise(Bug, name="same-worker-noise"):
     """Equal noise in the loaders' workers: what one rank augments, all ranks augment alike.
 
     A worker's seed is drawn from the generator of the process that starts it, and that was seeded
-    alike on all ranks, for equal weights. So the ranks' random crops, masks and noise are equal,
-    sample by sample, and N ranks see fewer variations than one.
+    alike on all ranks, for equal weights. So N ranks see fewer variations than one.
     """
 
     def given(self):
@@ -150,9 +149,8 @@ class NormalizedModel(nn.Module):
 class BatchNormPerRank(Bug, name="batchnorm-per-rank"):
     """BatchNorm statistics per rank: each rank normalizes by its own part of the batch.
 
-    The result depends on how many ranks share a batch, and with a few samples a rank the statistics
-    are noise. The running means that are saved are rank 0's: DDP sends its buffers to all. On GPUs
-    `nn.SyncBatchNorm.convert_sync_batchnorm(model)` before wrapping makes the statistics common.
+    The result depends on how many ranks share a batch, and the running means that are saved are
+    rank 0's. On GPUs `nn.SyncBatchNorm.convert_sync_batchnorm(model)` before wrapping helps.
     """
 
     def given(self):

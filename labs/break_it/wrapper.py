@@ -61,10 +61,9 @@ class WithBranch(nn.Module):
 class UnusedOnOneRank(Stop, name="unused-on-one-rank"):
     """Parameters that one rank did not use: their bucket never becomes ready there.
 
-    A branch for pictures, an expert, a head that some batches do not need: the rank that left it
-    out sends nothing, the others wait, and it raises an error at its next forward pass. With
-    `find_unused_parameters=True` DDP looks for such parameters after each forward pass, for a
-    price.
+    The rank that left a branch, an expert or a head out sends nothing, the others wait, and it
+    raises an error at its next forward pass. With `find_unused_parameters=True` DDP looks for such
+    parameters after each forward pass, for a price.
     """
 
     debug = "INFO"
@@ -90,18 +89,6 @@ class UnusedOnOneRank(Stop, name="unused-on-one-rank"):
         train(*arguments)  # the environment variable does it
 
 
-class WithBuffer(nn.Module):
-    """A model with its causal mask as a buffer, as many keep theirs."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).triu(1))
-
-    def forward(self, input_ids, labels):
-        return self.model(input_ids, labels)
-
-
 class ValidateThroughWrapper(Stop, name="validate-through-wrapper"):
     """Validation through the wrapper on rank 0: its forward pass meets ranks that are elsewhere.
 
@@ -110,7 +97,8 @@ class ValidateThroughWrapper(Stop, name="validate-through-wrapper"):
     """
 
     def given(self):
-        return DistributedDataParallel(WithBuffer(self.model)).eval(), *self.own_batches(1)
+        self.model.register_buffer("mask", torch.ones(64, 64).triu(1))  # as many models have one
+        return DistributedDataParallel(self.model).eval(), *self.own_batches(1)
 
     def wrong(model, batch):
         """rank 0 validates with the wrapper"""

@@ -29,12 +29,12 @@ def as_text(steps: list[dict], settings: ddp.Settings) -> str:
     """The last update in words."""
     number, step = len(steps), steps[-1]
     lines = [f"== Update {number} of {number} ".ljust(WIDTH, "="), *samples_report(step)]
-    lines += loss_report(step) + gradient_report(step, settings) + digest_report(step)
+    lines += loss_report(step)
     if step["proof"]:
+        lines += gradient_report(step, settings) + digest_report(step)
         lines += bucket_report(number, step) + proof_report(step)
     else:
-        missing = "Buckets, their all-reduce and the proof need two ranks or more."
-        lines += ["", f"One process: nothing was sent. {missing}"]
+        lines += ["", "One process: nothing was sent. All that is left needs two ranks or more."]
     return "\n".join(lines)
 
 
@@ -81,24 +81,19 @@ def gradient_report(step: dict, settings: ddp.Settings) -> list[str]:
     norms += [step["gradient_norms"], step["update_norms"]]
     head = ["norms", *by_rank(step), "averaged", "AdamW's step"]
     row = ["total", *(f"{of_layers['total']:.6f}" for of_layers in norms)]
-    several = len(step["ranks"]) > 1
-    title = "Each rank computes its own gradient; the all-reduce makes one of them"
-    lines = ["", f"3. {title if several else 'The gradient'}", *table(head, [row])]
-    lines += prose(
+    title = "3. Each rank computes its own gradient; the all-reduce makes one of them"
+    s, c, n, ranks = settings, capacity(settings), step["tokens"], len(step["ranks"])
+    text = (
         "A rank's own gradient, as it was before the all-reduce, is that of its own mean loss. The "
         "averaged one, G, is that of the global mean: the ranks' gradients times the weights "
-        "above, added up. It is shorter than their mean: what they disagree about cancels."
-        if several
-        else "In a single process the rank's own gradient is the averaged one, G."
-    )
-    s, c, n, ranks = settings, capacity(settings), step["tokens"], len(step["ranks"])
-    return lines + prose(
+        "above, added up. It is shorter than their mean: what they disagree about cancels. "
         "How training_step gets there: a rank's backward pass starts from (sum of its losses) / c, "
         f"with c = batch × accumulation × (seq_len − 1) = {s.batch_size} × {s.grad_accum} × "
         f"{s.seq_len - 1} = {c}; DDP adds up and divides by N = {ranks}; times c·N/n = {c} × "
         f"{ranks} / {n} = {c * ranks / n:.6f} that is G. Clipping multiplies it by "
         f"{step['clip_factor']:.6f}."
     )
+    return ["", title, *table(head, [row]), *prose(text)]
 
 
 def digest_report(step: dict) -> list[str]:
@@ -106,10 +101,9 @@ def digest_report(step: dict) -> list[str]:
     for what in ranks[0]["digests"]:
         digests = [r["digests"][what] for r in ranks]
         verdict = "equal" if len(set(digests)) == 1 else "different"
-        rows.append([what, *(d[:12] for d in digests), verdict if len(ranks) > 1 else ""])
-    several = "Equal weights, different gradients, one average, equal weights"
-    head = ["sha256, first digits", *by_rank(step), ""]
-    return ["", f"4. {several if len(ranks) > 1 else 'Digests'}", *table(head, rows)]
+        rows.append([what, *(d[:12] for d in digests), verdict])
+    title = "4. Equal weights, different gradients, one average, equal weights"
+    return ["", title, *table(["sha256, first digits", *by_rank(step), ""], rows)]
 
 
 def bucket_report(number: int, step: dict) -> list[str]:
