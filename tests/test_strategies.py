@@ -15,7 +15,7 @@ from conftest import ROOT, TORCHRUN, run_command
 import llm_ddp_parallel_training as reference
 from labs.shared.ranks import watch_ranks
 from labs.strategies import __main__ as lab
-from labs.strategies import compare, pipeline, report, traffic
+from labs.strategies import compare, report, traffic
 
 SMALL = ["--cpu", "--max-steps", "6", "--d-model", "32", "--layers", "2", "--seq-len", "32"]
 
@@ -140,30 +140,6 @@ def test_one_forward_one_backward_keeps_fewer_activations(reports):
     gpipe, alternating = reports["pipeline, GPipe"], reports["pipeline, 1F1B"]
     for kept, more in zip(held(alternating, "activations"), held(gpipe, "activations")):
         assert kept < 0.7 * more
-
-
-def test_the_time_of_a_pipeline_is_work_bubble_and_the_rest(reports):
-    for name in ("pipeline, GPipe", "pipeline, 1F1B"):
-        found = reports[name]["pipeline"]
-        assert found["formula"] == pytest.approx(1 / 5)  # 2 stages, 4 micro-batches
-        assert found["work"] + found["bubble"] + found["rest"] == pytest.approx(1)
-        assert min(found.values()) > 0
-
-
-def test_a_pipeline_without_messages_waits_as_the_formula_says():
-    """Two stages, four micro-batches, GPipe; a forward pass lasts 1, a backward pass 2."""
-    forward, backward = ("forward", 0.0), ("backward", 9.0)
-    first = [(forward[0], i, i + 1) for i in range(4)]
-    first += [(backward[0], 7 + 2 * i, 9 + 2 * i) for i in range(4)]
-    last = [(forward[0], 1 + i, 2 + i) for i in range(4)]
-    last += [(backward[0], 5 + 2 * i, 7 + 2 * i) for i in range(4)]
-    step = tuple({"begin": 0, "end": 15, "work": work} for work in (first, last))
-    assert pipeline.shares(step) == pytest.approx((12 / 15, 3 / 15))
-    # If every message takes half a unit, the bubble's share falls, and the rest is not bubble.
-    late = [(kind, b + 0.5, e + 0.5) for kind, b, e in last]
-    later = first[:4] + [(kind, b + 1, e + 1) for kind, b, e in first[4:]]
-    step = tuple({"begin": 0, "end": 16, "work": work} for work in (later, late))
-    assert pipeline.shares(step) == pytest.approx((12 / 16, 3.5 / 16))
 
 
 def test_staleness_is_counted_where_nobody_waits(reports):

@@ -1,7 +1,5 @@
 """Data: which rank sees what."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

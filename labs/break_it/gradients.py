@@ -1,7 +1,5 @@
 """Gradients: what is added up, and what it is divided by."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The loop: who meets whom, and when the learning rate moves."""
 
-from __future__ import annotations
-
 import datetime
 import time
 

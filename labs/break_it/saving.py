@@ -1,7 +1,5 @@
 """Validation and saving: work beside the training."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """When gradients are sent: DDP decides in its forward pass."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,31 +55,26 @@ class ForwardInNoSync(NoSyncOnLast, name="forward-in-no-sync"):
         return model
 
 
-class PastTheWrapper(Bug, name="past-the-wrapper"):
+class PastTheWrapper(NoSyncOnLast, name="past-the-wrapper"):
     """Training through `model.module`: the forward pass goes past DDP, and nothing is sent.
 
     DDP prepares its all-reduces in its own forward pass. Who calls the module inside, for a method
     of it or out of habit from saving, gets local gradients, and replicas that drift apart.
     """
 
-    def given(self):
-        model = DistributedDataParallel(self.model)
-        return model, torch.optim.AdamW(model.parameters(), lr=3e-4), *self.own_batches(1)
-
-    def wrong(model, optimizer, batch):
+    def wrong(model, optimizer, micro_batches):
         """`model.module(x)` in training"""
-        model.module(**batch).backward()
+        for batch in micro_batches:
+            model.module(**batch).backward()
         optimizer.step()
         return model
 
-    def right(model, optimizer, batch):
+    def right(model, optimizer, micro_batches):
         """`model(x)`, the wrapper"""
-        model(**batch).backward()
+        for batch in micro_batches:
+            model(**batch).backward()
         optimizer.step()
         return model
-
-    symptom = weights_differ
-    detector = same_gradients
 
 
 class StaticGraphNoSync(Stop, name="static-graph-no-sync"):

@@ -1,7 +1,5 @@
 """The wrapper: what goes through DDP, and what must not."""
 
-from __future__ import annotations
-
 import os
 
 import torch

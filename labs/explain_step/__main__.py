@@ -56,38 +56,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = None
         if launch.rank == 0:
             folder = results_folder("explain", OUTPUTS, s.output_dir, s.overwrite)
-        trained = [p for _, p in ddp.trained_parameters(run.model)]
-        count = sum(p.numel() for p in trained)
-        size = 4 * count  # bytes of fp32 gradients
-        content = {
-            "world_size": launch.world_size,
-            "device": launch.device.type,
-            "settings": s.to_save(),
-            "trained_parameters": count,
-            "trained_bytes": size,
-            # Whether the times of different ranks can be compared.
-            "common_clock": launch.local_world_size == launch.world_size,
-        }
-        takes = "about ten seconds" if s.model == "tiny" else "a minute or more"
-        say = f"{counted(launch.world_size, 'rank')} on {launch.device.type}, {s.precision}; "
-        say += f"{count:,} trained parameters, {size / 1e6:.2f} MB of gradients; {s.batch_size} × "
-        launch.say(paragraph(f"{say}{s.grad_accum} samples a rank and update. This takes {takes}."))
+        size = 4 * sum(p.numel() for _, p in ddp.trained_parameters(run.model))  # of gradients
+        introduce(run, size)
         steps = explain_all(run, options, size)
         if folder:
-            text = as_text(steps, s) + "\n"
-            launch.say("\n" + text)
-            ddp.write_file(folder / "explain.txt", lambda file: file.write(text.encode("utf-8")))
-            # Times are seconds since the step's zero, see `Clock`; a phase is [name, begin, end].
-            ddp.write_json(folder / "explain.json", content | {"steps": steps})
-            draw(steps, folder / "explain.png")
-            launch.say(f"written to {folder}: {' '.join(OUTPUTS)}")
-            launch.say("\n" + paragraph(conclusion(steps)))
+            write_outputs(folder, run, steps, size)
         broken = [number for number, step in enumerate(steps, 1) if not agrees(step)]
         if broken:
             raise ddp.RunError(
                 f"update {broken[0]}: DDP, the average by hand and one process do not agree to "
                 f"{TOLERANCE:g}; see part 6 of its report"
             )
+
+
+def introduce(run: ddp.Run, size: int) -> None:
+    """Who will compute what, and how long it takes."""
+    launch, s = run.launch, run.settings
+    takes = "about ten seconds" if s.model == "tiny" else "a minute or more"
+    text = (
+        f"{counted(launch.world_size, 'rank')} on {launch.device.type}, {s.precision}; "
+        f"{size // 4:,} trained parameters, {size / 1e6:.2f} MB of gradients; {s.batch_size} × "
+        f"{s.grad_accum} samples a rank and update. This takes {takes}."
+    )
+    launch.say(paragraph(text))
 
 
 def explain_all(run: ddp.Run, options: Options, size: int) -> list[dict]:
@@ -104,6 +95,21 @@ def explain_all(run: ddp.Run, options: Options, size: int) -> list[dict]:
         launch.watch.step = len(steps) + 1
         steps.append(explain(parts, watch, update, launch, text))
     return steps
+
+
+def write_outputs(folder: Path, run: ddp.Run, steps: list[dict], size: int) -> None:
+    """Report, figures and picture.
+
+    In explain.json times are seconds since the step's zero (see `Clock`), a phase is [name, begin,
+    end].
+    """
+    say, s, text = run.launch.say, run.settings, as_text(steps, run.settings) + "\n"
+    say("\n" + text)
+    ddp.write_file(folder / "explain.txt", lambda file: file.write(text.encode("utf-8")))
+    content = {"settings": s.to_save(), "trained_bytes": size, "steps": steps}
+    ddp.write_json(folder / "explain.json", {"world_size": run.launch.world_size, **content})
+    draw(steps, folder / "explain.png")
+    say(f"written to {folder}: {' '.join(OUTPUTS)}\n\n{paragraph(conclusion(steps))}")
 
 
 if __name__ == "__main__":

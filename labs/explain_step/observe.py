@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ class Clock:
     def __init__(self, launch: ddp.Launch) -> None:
         """Ranks meet."""
         self.device, self.zero = launch.device, 0.0
-        self.nccl = launch.world_size > 1 and dist.get_backend() == "nccl"
         if launch.world_size > 1:
             dist.barrier()
         self.zero = self.now()
@@ -46,9 +44,9 @@ class Clock:
         getattr(torch, self.device.type).synchronize()  # nothing to wait for on the CPU
         return time.perf_counter() - self.zero
 
-    def mark(self, of_all_reduce: bool = False) -> Any:
+    def mark(self) -> Any:
         """A point in this device's work, cheap enough for the middle of a backward pass."""
-        if self.device.type != "cuda" or (of_all_reduce and not self.nccl):  # Gloo's is Python's
+        if self.device.type != "cuda":
             return time.perf_counter() - self.zero
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -77,19 +75,15 @@ class Observer:
     """Takes the place of the reference's `Watch` in a step, and passes all on to it.
 
     `phases` collects [name, begin, end] in seconds of the clock. `gradient` is what the optimizer
-    got. `random` holds the random state before each forward pass; given as `replay`, it makes
-    another pass draw the same dropout masks. `exchange`, where there is no DDP, averages the
-    gradients after the backward pass.
+    got. `random` holds the random state before each forward pass, with which another pass draws
+    the same dropout masks.
     """
 
     signal = 0  # nobody asks for the end of the run in the middle of an explanation
 
-    def __init__(
-        self, launch: ddp.Launch, bare: nn.Module, replay: Sequence = (), exchange: Any = None
-    ) -> None:
+    def __init__(self, launch: ddp.Launch, bare: nn.Module) -> None:
         """Ranks meet, to begin at the same time."""
         self.launch, self.bare, self.clock = launch, bare, Clock(launch)
-        self.replay, self.exchange = iter(replay), exchange
         self.phases: list[list] = []
         self.gradient: Tensors = {}
         self.random: list[list[torch.Tensor]] = []
@@ -97,12 +91,7 @@ class Observer:
     def enter(self, phase: str, meets: bool = False, patient: bool = False) -> None:
         if phase == "forward":
             self.begin(COPIES)
-            if state := next(self.replay, None):
-                set_random_state(state, self.launch.device)
             self.random.append(random_state(self.launch.device))
-        elif phase == "sum of losses" and self.exchange:
-            self.begin("all-reduce")
-            self.exchange(self.bare, self.launch.world_size)
         self.begin(phase)
         self.launch.watch.enter(phase, meets, patient)
 
@@ -125,11 +114,9 @@ class Observer:
 class Bucket:
     """One message of DDP; times are marks of the clock."""
 
-    names: list[str]  # of its parameters, in the order of the buffer
-    sizes: list[int]  # their elements
+    local: Tensors  # a copy of this rank's own gradients, in the order of the buffer
     bytes: int
     ready: Any  # the last of its gradients is there
-    local: torch.Tensor  # a copy of this rank's own gradients, flat
     sent: Any = None  # the all-reduce is on its way, after that copy
     done: Any = None  # the sum has arrived
 
@@ -150,14 +137,14 @@ class BucketWatch:
 
     def hook(self, group, bucket):  # DDP would refuse its annotations, which are text here
         """Called for every bucket, on the thread that runs the backward pass."""
-        ready, buffer, parameters = self.clock.mark(), bucket.buffer(), bucket.parameters()
-        names, sizes = [self.names[id(p)] for p in parameters], [p.numel() for p in parameters]
-        noted = Bucket(names, sizes, buffer.nbytes, ready, buffer.clone())
+        ready, names = self.clock.mark(), [self.names[id(p)] for p in bucket.parameters()]
+        local = dict(zip(names, [g.clone() for g in bucket.gradients()]))
+        noted = Bucket(local, bucket.buffer().nbytes, ready)
         self.buckets.append(noted)
 
         def done(future: torch.futures.Future) -> torch.Tensor:
             """Called when the sum is there; with NCCL, in a stream that waits for it."""
-            noted.done = self.clock.mark(of_all_reduce=True)
+            noted.done = self.clock.mark()
             return future.value()
 
         noted.sent = self.clock.mark()

@@ -112,9 +112,10 @@ def bucket_report(number: int, step: dict) -> list[str]:
     rows = []
     for i, bucket in enumerate(buckets):
         names = bucket["parameters"]
-        times = [[1e3 * (r["buckets"][i][x] - b) for x in ("ready", "done")]
-                 for r, b in zip(ranks, begins)]  # fmt: skip
-        times = [f"{ready:.2f}, {done:.2f}" for ready, done in times]
+        times = []
+        for rank, begin in zip(ranks, begins):
+            ready, done = (1e3 * (rank["buckets"][i][x] - begin) for x in ("ready", "done"))
+            times.append(f"{ready:.2f}, {done:.2f}")
         rows.append([i, f"{bucket['bytes']:,}", len(names), without_module(names[0]), *times])
     head = ["bucket", "bytes", "gradients", "the first of them", *by_rank(step, ": ready, done")]
     size = sum(b["bytes"] for b in buckets)

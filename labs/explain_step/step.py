@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from torch import Generator
@@ -72,11 +73,7 @@ def explain(
         # Before the all-reduce a bucket holds Σ_j ∇S_j / c; times c / n_r it is the gradient of the
         # mean over this rank's tokens.
         factor = capacity(s) / max(tokens, 1) / scale
-        sent = [zip(b.names, b.local.split(b.sizes)) for b in buckets]
-        pairs = sorted(itertools.chain(*sent), key=lambda pair: pair[0])
-        local = {name: part * factor for name, part in pairs}
-        if [*local] != sorted(outcome.gradient) or len(local) != len(pairs):
-            raise ddp.RunError("DDP did not send every trained parameter once")
+        local = local_gradient(buckets, factor, sorted(outcome.gradient))
     own = {
         "rank": launch.rank,
         "samples": [
@@ -109,6 +106,19 @@ def explain(
         "expected_records": expected,
         "ranks": ddp.gather(own, launch),  # ranks meet
         "proof": proof,
+    }
+
+
+def local_gradient(buckets: list[Bucket], factor: float, trained: list[str]) -> Tensors:
+    """What the buckets held, times a factor, by the names of what is trained, in order.
+
+    Raises `RunError` unless every trained parameter was sent once.
+    """
+    parts = [part for bucket in buckets for part in bucket.local.items()]
+    if sorted(name for name, _ in parts) != trained:
+        raise ddp.RunError("DDP did not send every trained parameter once")
+    return {
+        name: gradient.flatten() * factor for name, gradient in sorted(parts, key=itemgetter(0))
     }
 
 
@@ -149,7 +159,7 @@ def timeline(phases: list[list], buckets: list[Bucket], clock: Clock) -> dict:
     if not buckets:
         return {"phases": phases, "buckets": []}
     sent = [
-        {"parameters": bucket.names, "bytes": bucket.bytes}
+        {"parameters": list(bucket.local), "bytes": bucket.bytes}
         | {when: clock.at(getattr(bucket, when)) for when in ("ready", "sent", "done")}
         for bucket in buckets
     ]

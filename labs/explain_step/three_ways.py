@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
@@ -31,7 +30,6 @@ class Parts:
         """A copy of all as it is now, without DDP. Frozen weights are shared with the original."""
         frozen = {id(p): p for p in self.bare.parameters() if not p.requires_grad}
         bare = copy.deepcopy(self.bare, frozen)
-        bare.no_sync = contextlib.nullcontext  # `training_step` asks DDP for it
         twin = Parts(bare, bare, self.settings)
         twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         twin.scaler.load_state_dict(self.scaler.state_dict())
@@ -81,26 +79,31 @@ def observed_step(parts: Parts, micro_batches: list[dict], observer: Observer) -
     return Outcome(result.loss, result.learned, gradient, parts.weights(), clip)
 
 
-def one_process_step(
-    parts: Parts, micro_batches: list[dict], random: list, launch: ddp.Launch
+def step_by_hand(
+    parts: Parts, micro_batches: list[dict], random: list, launch: ddp.Launch, ranks: int
 ) -> Outcome:
-    """The step as a textbook has it: one process, the mean over all tokens of the global batch.
+    """The step as a textbook has it, with nothing of DDP and of `training_step`.
 
-    It takes the micro-batches of all ranks one after another, each with the random state that it
-    had on its rank, and adds up their gradients. Nothing here is shared with `training_step`. (The
-    constant c drops out. Without it the loss would enter the backward pass with another factor,
-    and all that follows would be rounded in another way.)
+    `ranks` = 1: one process, the mean over all tokens of these micro-batches. More: each rank does
+    this with its own, and there is one message for every parameter, after the backward pass; then
+    ranks meet. Each micro-batch has the random state that it had before. (The constant c drops out.
+    Without it the loss would enter the backward pass with another factor, and all that follows
+    would be rounded in another way.)
     """
-    s, trained = parts.settings, ddp.trained_parameters(parts.bare)
-    c, n = capacity(s), sum(ddp.valid_targets(batch["labels"]) for batch in micro_batches)
-    loss_sum = 0.0
+    s, trained, c = parts.settings, ddp.trained_parameters(parts.bare), capacity(parts.settings)
+    totals = torch.zeros(2, dtype=torch.float64, device=launch.device)  # loss, tokens
     for batch, state in zip(micro_batches, random):
         set_random_state(state, launch.device)
         with ddp.autocast(launch, s):
             mean = parts.model(**ddp.inputs_of(batch, launch.device))
         tokens = ddp.valid_targets(batch["labels"])
         parts.scaler.scale(mean * (tokens / c)).backward()
-        loss_sum += mean.item() * tokens
+        totals[0] += mean.item() * tokens
+        totals[1] += tokens
+    if ranks > 1:
+        for tensor in [totals, *(p.grad for _, p in trained)]:
+            dist.all_reduce(tensor)  # ranks meet
+    loss, n = totals.tolist()
     parts.scaler.unscale_(parts.optimizer)
     for _, parameter in trained:
         parameter.grad *= c / n
@@ -108,22 +111,21 @@ def one_process_step(
     if s.clip:
         nn.utils.clip_grad_norm_([p for _, p in trained], s.clip)
     parts.scaler.step(parts.optimizer)
-    return Outcome(loss_sum / n, n, gradient, parts.weights(), 1.0)
+    return Outcome(loss / n, int(n), gradient, parts.weights(), 1.0)
 
 
 def prove(
     outcome: Outcome, twins: Sequence[Parts], micro_batches: list[dict], seen: Observer
 ) -> dict:
     """The step again without DDP, and again in one process, on rank 0. Ranks meet."""
-    (by_hand, single), launch = twins, seen.launch
-    observer = Observer(launch, by_hand.bare, seen.random, average_one_by_one)
-    naive = observed_step(by_hand, micro_batches, observer)
-    shares = ddp.gather((micro_batches, seen.random), launch)
+    launch = seen.launch
     launch.watch.enter("proof", meets=True)
+    naive = step_by_hand(twins[0], micro_batches, seen.random, launch, launch.world_size)
+    shares = ddp.gather((micro_batches, seen.random), launch)
     proof = {}
     if launch.rank == 0:
         batches, states = (list(itertools.chain(*share)) for share in zip(*shares))
-        alone = one_process_step(single, batches, states, launch)
+        alone = step_by_hand(twins[1], batches, states, launch, ranks=1)
         proof = {
             "DDP": difference(outcome, alone),
             "one all-reduce per parameter": difference(naive, alone),
@@ -149,10 +151,3 @@ def agrees(step: dict) -> bool:
         max(apart["loss_relative"], apart["gradient_relative"]) <= TOLERANCE
         for apart in step["proof"].values()
     )
-
-
-def average_one_by_one(model: nn.Module, ranks: int) -> None:
-    """The naive way: one message for every parameter, after the backward pass. Ranks meet."""
-    for _, parameter in ddp.trained_parameters(model):
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= ranks

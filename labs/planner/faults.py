@@ -79,9 +79,13 @@ def checkpoints(run: Run, step: float, args: argparse.Namespace) -> dict[str, An
             "useful_share": useful_share(interval, blocking, between, behind + args.restart),
         }
     return {
-        "sizes": sizes, "write_seconds": write, "between_failures_seconds": between, "ways": ways,
-        "kept": args.keep, "stored_bytes": (args.keep + 1) * full,  # and the best one
-    }  # fmt: skip
+        "sizes": sizes,
+        "write_seconds": write,
+        "between_failures_seconds": between,
+        "ways": ways,
+        "kept": args.keep,
+        "stored_bytes": (args.keep + 1) * full,  # and the best one
+    }
 
 
 def faults(run: Run, gpus: int, step: float, args: argparse.Namespace) -> dict[str, float]:

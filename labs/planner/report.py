@@ -36,11 +36,14 @@ def describe_run(plan: dict[str, Any]) -> str:
     if d := plan.get("data"):
         per = d["tokens_per_parameter"]
         verdict = "fewer than" if per < 18 else "about" if per < 25 else "more than"
-        rows.append(("data", f"{size_of(d['bytes'])} at {d['bytes_per_token']:g} bytes a token = "
+        text = (
+            f"{size_of(d['bytes'])} at {d['bytes_per_token']:g} bytes a token = "
             f"{d['tokens'] / 1e9:,.5g} billion tokens, epochs: {d['epochs']:g}; "
             f"{size_of(d['node_bytes'])} a node, {size_of(d['rank_bytes'])} a data-parallel rank, "
             f"which reads {size_of(d['rank_bytes_per_second'])}/s; {per:.1f} tokens a parameter, "
-            f"{verdict} the 20 that suit the compute (Hoffmann et al. 2022)"))  # fmt: skip
+            f"{verdict} the 20 that suit the compute (Hoffmann et al. 2022)"
+        )
+        rows.append(("data", text))
     return table(rows, align="<<")
 
 

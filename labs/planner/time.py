@@ -172,8 +172,8 @@ def efficiency(run: Run, layout: Layout, gpus: int, strong: bool = False) -> flo
 def scaling(run: Run, layout: Layout) -> list[dict[str, float]]:
     """Efficiency by number of GPUs."""
     sizes = sorted({1, 8, 16, 32, 128, 1024, 4096, layout.gpus})
-    return [
-        {"gpus": n, "weak": efficiency(run, layout, n),
-         "strong": efficiency(run, layout, n, strong=True)}
-        for n in sizes if n >= layout.tensor * layout.pipeline
-    ]  # fmt: skip
+    found = []
+    for n in (n for n in sizes if n >= layout.tensor * layout.pipeline):
+        weak, strong = efficiency(run, layout, n), efficiency(run, layout, n, strong=True)
+        found.append({"gpus": n, "weak": weak, "strong": strong})
+    return found

@@ -100,20 +100,21 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def draw_speed(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
     """Tokens per second of each way to use the machine, slowest and fastest round as a line."""
-    bars = [("one process,\n1 rank's threads", by["weak", 1], "lightgray")]
-    if ("all cores", 1) in by:
-        row = by["all cores", 1]
-        bars.append((f"one process,\n{row['threads_per_rank']} threads", row, "lightgray"))
+    bars = []
+    for row in (by[key] for key in (("weak", 1), ("all cores", 1)) if key in by):
+        bars.append(
+            (f"one process, {counted(row['threads_per_rank'], 'thread')}", row, "lightgray")
+        )
     for n in ranks[1:]:
         bars.append((f"DDP, {n} ranks", by["weak", n], "cornflowerblue"))
-        bars.append((f"{n} independent\nprocesses", by["independent", n], "aliceblue"))
+        bars.append((f"{n} independent processes", by["independent", n], "aliceblue"))
     for place, (_, row, color) in enumerate(bars):
         middle = row["tokens_per_second"]
         error = [[middle - row["slowest_round"]], [row["fastest_round"] - middle]]
         look = {"color": color, "edgecolor": "dimgray", "ecolor": "dimgray"}
         axes.barh(place, middle, 0.7, xerr=error, **look)
-        axes.text(0, place, f" {middle:,.0f}", va="center")
-    axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    names = [f"{name}\n{row['tokens_per_second']:,.0f}" for name, row, _ in bars]
+    axes.set_yticks(range(len(bars)), names)
     axes.invert_yaxis()
     axes.set(xlabel="tokens/s", title="Speed; independent processes are the most this machine has")
     axes.grid(axis="x", alpha=0.3)

@@ -129,15 +129,13 @@ class Rank:
             launch, model = ddp.Launch(device=launch.device), self.bare
         elif block.what == "no_sync":
             unsynchronized = model.no_sync()
-        parts = model, self.optimizer, self.scaler
+        parts, updates = (model, self.optimizer, self.scaler), self.updates[block.batch]
         seconds, tokens = [], 0.0
         self.meet()
         with unsynchronized:
             for _ in range(count):
                 begin = time.perf_counter()
-                result = ddp.training_step(
-                    *parts, next(self.updates[block.batch]), launch, settings
-                )
+                result = ddp.training_step(*parts, next(updates), launch, settings)
                 self.finish()
                 seconds.append(time.perf_counter() - begin)
                 tokens += result.tokens / launch.world_size
@@ -146,9 +144,7 @@ class Rank:
     def endless(self, settings: Any) -> Iterator[list[dict]]:
         """This rank's micro-batches, update after update, epoch after epoch."""
         data = self.run.data.train
-        sampler = ddp.EpochSampler(len(data), settings.seed)
-        if self.ranks > 1:
-            sampler = ddp.ShardSampler(len(data), settings.seed, self.ranks, self.launch.rank)
+        sampler = ddp.ShardSampler(len(data), settings.seed, self.ranks, self.launch.rank)
         own = {"sampler": sampler, "collate_fn": self.run.collate}
         loader = DataLoader(data, settings.batch_size, **own)
         for epoch in itertools.count(1):

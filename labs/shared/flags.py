@@ -43,8 +43,8 @@ def read_flags(
     `refused` are names of the reference's flags that mean nothing in this lab; `defaults` are flags
     for the reference that hold unless others are given. Raises `UserError`.
     """
-    rest = "All other flags are those of llm_ddp_parallel_training.py; see its --help."
-    parser = flag_parser(kind, prog=f"python -m labs.{lab}", description=about, epilog=rest)
+    others = "All other flags are those of llm_ddp_parallel_training.py; see its --help."
+    parser = flag_parser(kind, prog=f"python -m labs.{lab}", description=about, epilog=others)
     own, rest = parser.parse_known_args(argv)
     for name in sorted(vars(flag_parser().parse_args(rest)).keys() & set(refused)):
         name = name.replace("_", "-")

@@ -131,11 +131,10 @@ def new_store() -> dist.TCPStore:
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables for a rank; the last one: the store is there already."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return own | sizes | place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def a_rank(

@@ -13,11 +13,6 @@ micro-batches and equal stages this bubble is (N − 1) / (m + N − 1) of a ste
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,14 +33,8 @@ class Pipeline(Strategy):
         self.stage = PipelineStage(module, rank, ranks, device)
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.options.schedule]
         # The loss of a micro-batch is S_j / n: summed up they are exact, so nothing is averaged.
-        self.schedule = schedule(
-            self.stage, self.options.micro_batches, self.timed("loss", self.micro_loss),
-            scale_grads=False,
-        )  # fmt: skip
-        for kind in ("forward", "backward"):
-            name = f"{kind}_one_chunk"
-            setattr(self.stage, name, self.timed(kind, getattr(self.stage, name)))
-        self.timeline: list[dict] = []  # a step each: "begin", "end", and "work" in order
+        count = self.options.micro_batches
+        self.schedule = schedule(self.stage, count, self.micro_loss, scale_grads=False)
         return module
 
     def micro_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -54,13 +43,11 @@ class Pipeline(Strategy):
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
         self.tokens, losses, first, last = tokens, [], self.stage.is_first, self.stage.is_last
-        self.timeline.append({"begin": self.now(), "work": []})
         self.schedule.step(  # ranks meet: every activation and its gradient is sent and awaited
             *([part["input_ids"]] if first else []),
             **({"target": part["labels"], "losses": losses} if last else {}),
             return_outputs=False,
         )
-        self.timeline[-1]["end"] = self.now()
         own = torch.zeros((), dtype=torch.float64, device=self.launch.device)
         return own + sum(loss.detach() for loss in losses)
 
@@ -71,65 +58,6 @@ class Pipeline(Strategy):
     def gradients(self) -> dict[str, torch.Tensor]:
         stages = gather(super().gradients(), self.launch)  # ranks meet
         return {name: gradient for stage in stages for name, gradient in stage.items()}
-
-    def timed(self, kind: str, work: Callable) -> Callable:
-        """`work`, whose begin and end go into the timeline."""
-
-        def run(*args: Any, **options: Any) -> Any:
-            begin = self.now()
-            result = work(*args, **options)
-            self.timeline[-1]["work"].append((kind, begin, self.now()))
-            return result
-
-        return run
-
-    def now(self) -> float:
-        """Seconds, the same clock for all processes of a machine, when all begun is done."""
-        if self.launch.device.type == "cuda":
-            torch.cuda.synchronize()  # kernels are only queued; waiting for them costs some time
-        return time.perf_counter()
-
-    def findings(self) -> dict[str, Any]:
-        """Where the time of forward and backward goes, in shares; medians over the last steps."""
-        timelines = gather(self.timeline, self.launch)  # ranks meet
-        ranks, micro_batches = self.launch.world_size, self.options.micro_batches
-        formula = (ranks - 1) / (micro_batches + ranks - 1)
-        if self.launch.local_world_size < ranks:  # machines have no common clock
-            return {"pipeline": {"formula": formula}}
-        steps = [shares(step) for step in list(zip(*timelines))[len(self.timeline) // 2 :]]
-        work, bubble = (statistics.median(step[i] for step in steps) for i in (0, 1))
-        return {
-            "pipeline": {
-                "work": work, "bubble": bubble, "rest": 1 - work - bubble, "formula": formula,
-            }
-        }  # fmt: skip
-
-
-def shares(step: tuple[dict, ...]) -> tuple[float, float]:
-    """(work, bubble) as shares of a step's time, from the timelines of all stages; mean over them.
-
-    Bubble is the time in which a stage waits for another one that still computes: until the end of
-    the same micro-batch's forward pass in the stage before it, or backward pass in the stage after
-    it. What is neither, from there to the begin of its own work, is messages and Python.
-    """
-    begin, end = min(s["begin"] for s in step), max(s["end"] for s in step)
-    ends = [
-        {kind: [e for k, _, e in stage["work"] if k == kind] for kind in ("forward", "backward")}
-        for stage in step
-    ]
-    work = bubble = 0.0
-    for index, stage in enumerate(step):
-        free, counts = begin, {"forward": 0, "backward": 0, "loss": 0}
-        for kind, started, ended in stage["work"]:
-            neighbour = index + {"forward": -1, "backward": 1, "loss": len(step)}[kind]
-            if 0 <= neighbour < len(step):
-                bubble += max(ends[neighbour][kind][counts[kind]] - free, 0.0)
-            counts[kind] += 1
-            work += ended - started
-            free = ended
-        bubble += max(max(e["backward"][-1] for e in ends) - free, 0.0)  # until all are done
-    total = len(step) * (end - begin)
-    return work / total, bubble / total
 
 
 class Stage(nn.Module):
