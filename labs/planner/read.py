@@ -76,8 +76,7 @@ def read_run(args: argparse.Namespace) -> Run:
             "--strategy hsdp divides a replica among the GPUs of a node and copies it across "
             "nodes: give more than one of both"
         )
-    return Run(
-        model, machine, args.seq_len, batch=1, mixed=mixed, lora_r=args.lora_r,
-        lora_targets=targets, dropout=args.dropout > 0, saving=args.save_every > 0,
-        jitter=args.jitter, overlap=args.overlap, read_rate=args.read_rate,
-    )  # fmt: skip
+    given = {name: getattr(args, name) for name in ("lora_r", "jitter", "overlap", "read_rate")}
+    given |= {"mixed": mixed, "lora_targets": targets}
+    given |= {"dropout": args.dropout > 0, "saving": args.save_every > 0}
+    return Run(model, machine, args.seq_len, batch=1, **given)
