@@ -187,7 +187,7 @@ def test_the_code_that_is_printed_is_the_code_that_runs(everything, name):
     for mark, version in (("-", "wrong"), ("+", "right")):
         lines = [line[6:] for line in section if line.startswith((f"    {mark} ", "      "))]
         source = inspect.getsource(getattr(break_it.BUGS[name], version))
-        shown = textwrap.dedent(source).splitlines()[1:]  # without @staticmethod
+        shown = textwrap.dedent(source).splitlines()
         assert lines[-len(shown) :] == shown
         for helper in helpers_of(getattr(break_it.BUGS[name], version)):
             assert inspect.getsource(helper).splitlines()[0] in lines

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import llm_ddp_parallel_training as reference
 from labs import planner
-from labs.planner import faults, memory, scaling
+from labs.planner import faults, memory
+from labs.planner import time as planner_time
 from labs.planner.__main__ import main
 from labs.planner.choose import layouts
 from labs.planner.models import model_of_size, tiny_model
@@ -330,12 +331,12 @@ def test_weak_scaling_of_fsdp_is_that_of_torchtitan(jitter):
     run = planner.read_run(planner.flag_parser().parse_args(flags.split()))
     run = dataclasses.replace(run, batch=2, jitter=jitter)
     layout = planner.Layout("fsdp", 128, shard=128)
-    ratio = scaling.efficiency(run, layout, 128) / scaling.efficiency(run, layout, 8)
+    ratio = planner_time.efficiency(run, layout, 128) / planner_time.efficiency(run, layout, 8)
     assert ratio == pytest.approx(5605 / 5762, abs=0.03)
     assert ratio == pytest.approx(6514 / 6667, abs=0.03)
 
     # And what dividing over 128 instead of 8 saves: 82.4 - 67.0 GiB in the same tables.
-    few, many = (memory.memory(run, scaling.resized(layout, n))["total"] for n in (8, 128))
+    few, many = (memory.memory(run, planner_time.resized(layout, n))["total"] for n in (8, 128))
     assert (few - many) / 2**30 == pytest.approx(82.4 - 67.0, rel=0.15)
 
 
@@ -369,8 +370,7 @@ BETWEEN, RESTART = 4 * 3600.0, 300.0  # seconds
 def test_the_interval_is_the_one_that_loses_least_in_a_simulation():
     cost = 60.0
     best = faults.daly(cost, BETWEEN)
-    assert faults.young(cost, BETWEEN) == pytest.approx(math.sqrt(2 * cost * BETWEEN))
-    assert best == pytest.approx(faults.young(cost, BETWEEN), rel=0.05)  # a small cost
+    assert best == pytest.approx(math.sqrt(2 * cost * BETWEEN), rel=0.05)  # a small cost
     useful = simulated_share(best, cost, 0.0)
     assert useful > simulated_share(best / 4, cost, 0.0)
     assert useful > simulated_share(best * 4, cost, 0.0)
@@ -458,10 +458,6 @@ def test_the_exercise_adds_up(exercise):
     assert e["step"]["total"] == pytest.approx(
         sum(v for k, v in e["step"].items() if k not in ("total", "communication"))
     )
-    run = planner.read_run(planner.flag_parser().parse_args(EXERCISE.split()))
-    layout = planner.Layout("fsdp", 32, shard=32)
-    more = dataclasses.replace(run, batch=batch["largest"] + 1)
-    assert memory.memory(more, layout)["total"] > 80e9
     rows = {one["name"].split(" (")[0]: one for one in e["layouts"]}
     assert rows["ddp 32"]["problem"] == "too big" and rows["fsdp 32"]["chosen"]
 

@@ -13,23 +13,9 @@ resumed, so each one is shown in four parts:
     detector     a few lines to copy into a test or a training script
     verdict      what the detector said to the wrong version; it must be silent on the right one
 
-What is shown is what runs: the functions are printed from their own source. They are plain
-functions that know nothing of this lab, and all of them can be copied.
-
-    bug.py        what a bug is, and what all of them train: a small model on a few sentences
-    detectors.py  the detectors that serve several bugs
-    data.py, gradients.py, sync.py, weights.py, loop.py, wrapper.py, saving.py    the bugs
-    runner.py     two fresh processes for each version
-    picture.py    six symptoms, wrong and right
+What is shown is what runs: the functions are printed from their own source. They know nothing of
+this lab, and all of them can be copied. bug.py says what a bug is, runner.py makes it.
 """
 
-from __future__ import annotations
-
-from labs.break_it import data, gradients, loop, saving, sync, weights, wrapper
-from labs.break_it.bug import Bug
-
-BUGS: dict[str, type[Bug]] = {
-    bug.name: bug
-    for part in (data, gradients, sync, weights, loop, wrapper, saving)
-    for bug in part.BUGS
-}
+from labs.break_it import data, gradients, sync, weights, loop, wrapper, saving  # noqa: F401, I001
+from labs.break_it.bug import BUGS as BUGS

@@ -15,17 +15,20 @@ if not __package__:  # started by its path: the project is two folders up
 
 from labs.break_it import BUGS, detectors
 from labs.break_it.bug import Bug, OnPaper, Stop
-from labs.break_it.picture import draw
 from labs.break_it.runner import RANKS, Finding, reproduce
-from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable, say
-from labs.shared.plot import require_matplotlib
-from labs.shared.report import paragraph, table
-from llm_ddp_parallel_training import (
-    RunError,
-    UserError,
-    one_clear_ending,
-    write_json,
-)
+from labs.shared.flags import flag, flag_parser, refuse_launcher, require_writable
+from labs.shared.plot import new_figure, require_matplotlib, save_figure
+from labs.shared.report import paragraph, show, table
+from llm_ddp_parallel_training import RunError, UserError, one_clear_ending, write_json
+
+DRAWN = {  # what a bug's number is, and how it is written
+    "no-sync-on-last": ("largest difference between\nthe ranks' weights", "{:.1e}"),
+    "mean-of-means": ("gradient: relative distance\nfrom that of one process", "{:.1e}"),
+    "no-set-epoch": ("share of samples at the same\nplace in both epochs", "{:.0%}"),
+    "validation-padding": ("validation loss: distance\nfrom that of one process", "{:.1e}"),
+    "clip-before-unscale": ("norm of the gradient used;\nthe limit is 0.1", "{:.2g}"),
+    "rank-0-collective": ("ranks that wait for ever", "{:.0f}"),
+}
 
 
 @dataclasses.dataclass
@@ -38,9 +41,10 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """From the command line to the conclusion."""
     with one_clear_ending():
-        description = "The classic bugs of distributed training, each made on two ranks."
-        parser = flag_parser(Options, prog="python -m labs.break_it", description=description)
+        about = "The classic bugs of distributed training, each made on two ranks."
+        parser = flag_parser(Options, prog="python -m labs.break_it", description=about)
         options = Options(**vars(parser.parse_args(argv)))
         if options.list + options.all + bool(options.bug) > 1:
             raise UserError("--list, --bug and --all exclude each other")
@@ -48,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError("--picture draws six bugs: give --all with it")
         refuse_launcher("break_it")
         if not (options.all or options.bug):
-            say(table([[name, title(kind)] for name, kind in BUGS.items()], align="<<"))
-            say("\nMake one with --bug NAME, or all of them with --all.")
+            show(table([[name, title(kind)] for name, kind in BUGS.items()], align="<<"))
+            show("\nMake one with --bug NAME, or all of them with --all.")
             return
         require_writable("--json", options.json)
         require_writable("--picture", options.picture)
@@ -61,94 +65,92 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make(names: list[str], options: Options) -> None:
     """Makes these bugs, tells about each, and concludes. Raises `RunError` if one was not seen."""
     what, time = ("all bugs", "about a minute") if len(names) > 1 else (names[0], "some seconds")
-    say(f"{what}, each wrong and right, on {RANKS} ranks of this CPU: {time}")
-    findings = {}
+    show(f"{what}, each wrong and right, on {RANKS} ranks of this CPU: {time}")
+    findings: dict[str, dict[str, Finding]] = {}
     for name in names:
         if not issubclass(BUGS[name], OnPaper):
             findings[name] = reproduce(name)
-        tell(name, findings.get(name))
+        tell(name, findings.get(name, {}))
     if options.picture:
         draw(findings, options.picture)
     if options.json:
-        write_json(options.json, {
+        told = {
             name: {version: dataclasses.asdict(f) for version, f in both.items()}
             for name, both in findings.items()
-        })  # fmt: skip
+        }
+        write_json(options.json, told)
     if len(names) > 1:
-        say("\nAll bugs\n========\n")
-        say(table([row for name in names for row in rows(name, findings.get(name))], align="<<<"))
+        show("\nAll bugs\n========\n")
+        show(table([row for name in names for row in rows(name, findings.get(name))], align="<<<"))
     missing = [name for name, both in findings.items() if not shown(name, both)]
     if missing:
         raise RunError(f"not shown: {', '.join(missing)}")
-    say("\n" + conclusion(findings))
+    show("\n" + conclusion(findings))
 
 
-def title(kind: type[Bug]) -> str:
-    return inspect.getdoc(kind).splitlines()[0]
-
-
-def in_short(function: Callable) -> str:
-    """The first line of a function's docstring, as it stands in the table."""
-    text = inspect.getdoc(function).splitlines()[0].rstrip(".")
-    return text[0].lower() + text[1:] if text.split()[0][1:].islower() else text
+def title(thing: type[Bug] | Callable) -> str:
+    """The first line of a docstring."""
+    return inspect.getdoc(thing).splitlines()[0]
 
 
 def source(function: Callable) -> list[str]:
-    """The lines of a function, without decorators."""
-    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
-    return lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :]
-
-
-def helpers(function: Callable) -> list[str]:
-    """The source of what a function uses of this lab, so that it can be copied, too."""
+    """The lines of a function, after those of what it uses of this lab: all can be copied."""
     lines: list[str] = []
     for name in function.__code__.co_names:
         used = function.__globals__.get(name)
         if getattr(used, "__module__", "").startswith(__package__):
-            inner = [] if inspect.isclass(used) else helpers(used)
-            lines += [*inner, *inspect.getsource(used).splitlines(), ""]
-    return lines
+            lines += [*(source(used) if inspect.isfunction(used) else source_of(used)), ""]
+    return lines + source_of(function)
 
 
-def tell(name: str, findings: dict[str, Finding] | None) -> None:
+def source_of(thing: type | Callable) -> list[str]:
+    return textwrap.dedent(inspect.getsource(thing)).splitlines()
+
+
+def tell(name: str, findings: dict[str, Finding]) -> None:
     """Prints all there is to say about a bug."""
     kind = BUGS[name]
     about = " ".join(inspect.getdoc(kind).split("\n\n", 1)[1].split())
-    say(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{paragraph(about)}\n")
-    before = [f"  {line}" for line in helpers(kind.wrong)]
-    for line in [*before, *difflib.ndiff(source(kind.wrong), source(kind.right))]:
+    show(f"\n{name}\n{'=' * len(name)}\n{title(kind)}\n\n{paragraph(about)}\n")
+    for line in difflib.ndiff(source(kind.wrong), source(kind.right)):
         if not line.startswith("?"):
-            say(f"    {line}".rstrip())
-    say("\nsymptom")
-    for version, text in symptoms(kind, findings).items():
-        say(paragraph(f"{version:7}" + text, "    "))
-    say("\ndetector")
-    for key, value in kind.environment.items():
-        say(f"    {key}={value}")
-    code = [*helpers(kind.detector), *source(kind.detector)]
-    say(textwrap.indent("\n".join(code), "    ") + "\n")
-    for version, finding in (findings or {}).items():
-        say(paragraph(f"{version:7}{finding.detected or 'silent'}", "    "))
-
-
-def symptoms(kind: type[Bug], findings: dict[str, Finding] | None) -> dict[str, str]:
-    if findings is None:
-        return {"not made, it needs two GPUs:": " " + kind.seen}
-    return {version: finding.symptom for version, finding in findings.items()}
+            show(f"    {line}".rstrip())
+    show("\nsymptom")
+    for version, finding in findings.items():
+        show(paragraph(f"{version:7}" + finding.symptom, "    "))
+    if not findings:
+        show(paragraph(f"not made, it needs two GPUs: {kind.seen}", "    "))
+    show("\ndetector")
+    if kind.debug:
+        show(f"    TORCH_DISTRIBUTED_DEBUG={kind.debug}")
+    show(textwrap.indent("\n".join(source(kind.detector)), "    ") + "\n")
+    for version, finding in findings.items():
+        show(paragraph(f"{version:7}{finding.detected or 'silent'}", "    "))
 
 
 def rows(name: str, findings: dict[str, Finding] | None) -> list[list[str]]:
-    """A bug's rows in the table of all. Of the right version's symptom only what is different."""
-    kind = BUGS[name]
-    wrong, *right = symptoms(kind, findings).values()
-    if right and len(wrong.split()) == len(right[0].split()):
-        right = [" ".join(r for w, r in zip(wrong.split(), right[0].split()) if w != r)]
+    """A bug's rows in the table of all."""
+    kind, symptom = BUGS[name], f"not made: {getattr(BUGS[name], 'seen', '')}"
+    if findings:
+        symptom = f"{findings['wrong'].symptom}; right: {findings['right'].symptom}"
     return [
-        [name, "wrong", in_short(kind.wrong)],
-        ["", "symptom", wrong.strip() + "".join(f"; right: {text}" for text in right)],
-        ["", "detector", in_short(kind.detector)],
-        ["", "right", in_short(kind.right)],
+        [name, "wrong", title(kind.wrong)],
+        ["", "symptom", symptom],
+        ["", "detector", title(kind.detector)],
+        ["", "right", title(kind.right)],
     ]
+
+
+def draw(findings: dict[str, dict[str, Finding]], path: Path) -> None:
+    """Six symptoms, a bar for each version, as a PNG."""
+    figure = new_figure(12, 5.5)
+    for axes, (name, (unit, form)) in zip(figure.subplots(2, 3).flat, DRAWN.items()):
+        values = [findings[name][version].number for version in ("wrong", "right")]
+        axes.bar(("wrong", "right"), values, color=("tab:red", "tab:green"), width=0.5)
+        for x, value in enumerate(values):
+            axes.text(x, value, form.format(value) if value else "0", ha="center", va="bottom")
+        axes.set(title=name, xlabel=unit, ylim=(0, 1.15 * max(values)), yticks=[])
+    save_figure(figure, path)
 
 
 def shown(name: str, findings: dict[str, Finding]) -> bool:

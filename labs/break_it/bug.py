@@ -18,24 +18,31 @@ from llm_ddp_parallel_training import (
     tiny_collator,
 )
 
+BUGS: dict[str, type[Bug]] = {}  # by name, in the order in which they are told
+
 
 class Bug:
-    """One bug. Each rank makes an instance of its own, after it joined the process group.
+    """One bug. `class NoSampler(Bug, name="no-sampler")` also puts it on the list.
 
     The first line of a subclass's docstring is its title, the rest says why it matters. `wrong`,
-    `right` and `detector` are plain functions; the first line of each docstring stands in the table
-    of all bugs.
+    `right` and `detector` are plain functions without `self`; the first line of each docstring
+    stands in the table of all bugs.
 
     `given` builds the arguments of both versions. What a version returns goes to `symptom`, which
     makes a number and a sentence of it, and to `detector`, which raises `AssertionError` when it
-    finds the bug. All of them run on all ranks, which may meet in each.
+    finds the bug. All of them run on all ranks, each with a `Bug` of its own, and may meet.
     """
 
-    name: ClassVar[str]
-    environment: ClassVar[dict[str, str]] = {}  # what the detector needs there
+    debug: ClassVar[str] = ""  # TORCH_DISTRIBUTED_DEBUG, if that is what detects it
     wrong: ClassVar[Callable]
     right: ClassVar[Callable]
     detector: ClassVar[Callable]
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        for part in {"wrong", "right", "detector"} & vars(cls).keys():
+            setattr(cls, part, staticmethod(vars(cls)[part]))
+        if name:
+            BUGS[name] = cls
 
     def __init__(self, folder: Path) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -51,9 +58,12 @@ class Bug:
     def symptom(self, *outcome: Any) -> tuple[float, str]:
         raise NotImplementedError
 
-    def batch(self, samples: Sequence[tuple[int, str]]) -> dict[str, torch.Tensor]:
-        """Samples as what the model takes: input_ids and labels, int64 [B, 64] each."""
-        batch = tiny_collator(samples, seq_len=64)
+    def batch(self, samples: Sequence[tuple[int, str]], cut: int | None = None) -> dict:
+        """Samples as what the model takes: input_ids and labels, int64 [B, 64] each.
+
+        `cut`: only so many bytes of each text, so that all have as many tokens.
+        """
+        batch = tiny_collator([(record, text[:cut]) for record, text in samples], seq_len=64)
         return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
 
     def own_batches(self, count: int) -> list[dict[str, torch.Tensor]]:
@@ -69,8 +79,7 @@ class Stop(Bug):
     it can do something before, around or after it, and raises what ends the waiting.
     """
 
-    @staticmethod
-    def detector(train: Callable, *arguments: Any) -> None:
+    def detector(train, *arguments):
         """none is needed: PyTorch raises an error"""
         train(*arguments)
 
@@ -79,19 +88,6 @@ class OnPaper(Bug):
     """A bug that cannot be made on a CPU: shown, but not run. `seen` says what it would do."""
 
     seen: ClassVar[str]
-
-
-def short_texts(samples: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The same samples, cut after 8 bytes: as many tokens in each."""
-    return [(record, text[:8]) for record, text in samples]
-
-
-def largest_difference(model: nn.Module) -> float:
-    """Between the ranks' values of any one weight. Ranks meet."""
-    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, flat)
-    return max(float((copy - copies[0]).abs().max()) for copy in copies)
 
 
 def gradient_is_off(bug: Bug, model: nn.Module, micro_batches: list[dict]) -> tuple[float, str]:
@@ -103,8 +99,11 @@ def gradient_is_off(bug: Bug, model: nn.Module, micro_batches: list[dict]) -> tu
 
 
 def weights_differ(bug: Bug, model: nn.Module) -> tuple[float, str]:
-    """The symptom of all bugs that drive replicas apart."""
-    spread = largest_difference(model)
+    """The symptom of all bugs that drive replicas apart: the largest difference of any weight."""
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, flat)
+    spread = max(float((copy - copies[0]).abs().max()) for copy in copies)
     return spread, f"the ranks' weights differ by up to {figure(spread)}"
 
 

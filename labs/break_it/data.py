@@ -1,7 +1,5 @@
 """Data: which rank sees what."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -14,25 +12,22 @@ from labs.break_it.bug import Bug, Stop
 from labs.break_it.detectors import gathered
 
 
-def record_ids(samples: list[tuple[int, str]]) -> list[int]:
+def record_ids(samples):
     """A batch of which only the record ids are wanted."""
     return [record for record, _ in samples]
 
 
-class NoSetEpoch(Bug):
+class NoSetEpoch(Bug, name="no-set-epoch"):
     """No set_epoch: every epoch comes in the same order.
 
     A distributed sampler shuffles by seed and epoch, and only the loop can tell it the epoch.
     Without that, the same samples share a batch for ever, and the model sees a fixed cycle.
     """
 
-    name = "no-set-epoch"
-
-    def given(self) -> tuple:
+    def given(self):
         sampler = DistributedSampler(self.dataset)
         return sampler, DataLoader(self.dataset, 4, sampler=sampler, collate_fn=record_ids)
 
-    @staticmethod
     def wrong(sampler, loader):
         """the sampler is never told the epoch"""
         orders = []
@@ -40,7 +35,6 @@ class NoSetEpoch(Bug):
             orders.append([record for batch in loader for record in batch])
         return orders
 
-    @staticmethod
     def right(sampler, loader):
         """`sampler.set_epoch(epoch)` before each epoch"""
         orders = []
@@ -53,13 +47,12 @@ class NoSetEpoch(Bug):
         same = sum(a == b for a, b in zip(*orders)) / len(orders[0])
         return same, f"{same:.0%} of the samples came at the same place in both epochs"
 
-    @staticmethod
     def detector(orders):
         """compares the orders of two epochs"""
         assert orders[0] != orders[1], "two epochs in the same order: is set_epoch called?"
 
 
-class NoSampler(Bug):
+class NoSampler(Bug, name="no-sampler"):
     """No DistributedSampler: every rank trains on the same data.
 
     With equal seeds all ranks shuffle alike, so N ranks compute one and the same gradient N times.
@@ -67,19 +60,15 @@ class NoSampler(Bug):
     differ, but an epoch still shows every sample N times.
     """
 
-    name = "no-sampler"
-
-    def given(self) -> tuple:
+    def given(self):
         return (self.dataset[:28],)
 
-    @staticmethod
     def wrong(dataset):
         """each rank shuffles the whole dataset"""
         torch.manual_seed(0)
         loader = DataLoader(dataset, 4, shuffle=True, collate_fn=record_ids)
         return [record for batch in loader for record in batch]
 
-    @staticmethod
     def right(dataset):
         """`sampler=DistributedSampler(dataset)`"""
         sampler = DistributedSampler(dataset, seed=0)
@@ -91,7 +80,6 @@ class NoSampler(Bug):
         times = len(seen) / len(set(seen))
         return times, f"an epoch trained {times:.2g} × on each of {len(set(seen))} records"
 
-    @staticmethod
     def detector(records):
         """gathers the record ids of an epoch"""
         seen = [record for own in gathered(records) for record in own]
@@ -100,29 +88,23 @@ class NoSampler(Bug):
         assert repeats <= padding, f"{repeats} of {len(seen)} records of the epoch came again"
 
 
-class UnequalBatches(Stop):
+class UnequalBatches(Stop, name="unequal-batches"):
     """Unequal numbers of batches: one rank is done while the other waits for its gradients.
 
-    17 samples in batches of 4 are three batches on rank 0 and two on rank 1. DDP meets in every
-    backward pass. `DistributedSampler` makes shares even; who divides the data in another way, as
-    one file a rank or a stream, has to agree on a number. `model.join()` serves, too: ranks that
-    are done then send zeros.
+    17 samples in batches of 4 are three batches on rank 0 and two on rank 1. `DistributedSampler`
+    makes shares even; who divides the data in another way has to agree on a number, or to use
+    `model.join()`, with which ranks that are done send zeros.
     """
 
-    name = "unequal-batches"
-
-    def given(self) -> tuple:
+    def given(self):
         share = self.dataset[:17][self.rank :: self.ranks]
-        model = DistributedDataParallel(self.model)
-        return model, DataLoader(share, 4, collate_fn=self.batch)
+        return DistributedDataParallel(self.model), DataLoader(share, 4, collate_fn=self.batch)
 
-    @staticmethod
     def wrong(model, loader):
         """each rank trains until its own data ends"""
         for batch in loader:
             model(**batch).backward()
 
-    @staticmethod
     def right(model, loader):
         """all ranks stop with the one that has the fewest batches"""
         fewest = torch.tensor(len(loader))
@@ -130,11 +112,7 @@ class UnequalBatches(Stop):
         for batch in itertools.islice(loader, int(fewest)):
             model(**batch).backward()
 
-    @staticmethod
     def detector(train, model, loader):
         """`Join` with `throw_on_early_termination`"""
         with Join([model], throw_on_early_termination=True):
             train(model, loader)
-
-
-BUGS = (NoSetEpoch, NoSampler, UnequalBatches)

@@ -1,6 +1,4 @@
-"""Gradients: what is added up, what it is divided by, and when it is sent."""
-
-from __future__ import annotations
+"""Gradients: what is added up, and what it is divided by."""
 
 import math
 
@@ -9,33 +7,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labs.break_it.bug import Bug, gradient_is_off, short_texts
+from labs.break_it.bug import Bug, gradient_is_off
 from labs.break_it.detectors import beside_one_process, like_one_process
 
 
-class MeanOfMeans(Bug):
+class MeanOfMeans(Bug, name="mean-of-means"):
     """A mean of means: the ranks' mean losses are averaged, whatever they are means of.
 
-    DDP divides the sum of the ranks' gradients by the number of ranks. With a mean loss on each
-    rank, a token of the rank with the fewest tokens weighs the most. Here the texts of rank 0
-    end after 8 bytes.
+    With a mean loss on each rank, a token of the rank with the fewest tokens weighs the most. Here
+    the texts of rank 0 end after 8 bytes.
     """
 
-    name = "mean-of-means"
-
-    def given(self) -> tuple:
+    def given(self):
         own = self.dataset[4 * self.rank : 4 * self.rank + 4]
-        batch = self.batch(short_texts(own) if self.rank == 0 else own)
+        batch = self.batch(own, cut=8 if self.rank == 0 else None)
         return DistributedDataParallel(self.model), batch
 
-    @staticmethod
     def wrong(model, batch):
         """DDP averages the ranks' mean losses"""
         loss = model(**batch)
         loss.backward()
         return model, [batch]
 
-    @staticmethod
     def right(model, batch):
         """each rank's mean is weighted by its share of all tokens"""
         loss = model(**batch)
@@ -46,25 +39,21 @@ class MeanOfMeans(Bug):
         return model, [batch]
 
     symptom = gradient_is_off
-    detector = staticmethod(like_one_process)
+    detector = like_one_process
 
 
-class MeanOfMicroBatches(MeanOfMeans):
+class MeanOfMicroBatches(MeanOfMeans, name="mean-of-micro-batches"):
     """Accumulation as a mean of means: each micro-batch's mean loss is divided by their number.
 
-    It is the same mistake within a rank: tokens of a short micro-batch weigh more, so that
-    `--grad-accum`, which should change nothing but memory, changes the training. Here every rank
-    has as many tokens, but the first of its two micro-batches is short.
+    The same mistake within a rank: tokens of a short micro-batch weigh more, so that accumulation,
+    which should change nothing but memory, changes the training.
     """
 
-    name = "mean-of-micro-batches"
-
-    def given(self) -> tuple:
+    def given(self):
         own = self.dataset[self.rank :: self.ranks]
-        first, second = self.batch(short_texts(own[:4])), self.batch(own[4:8])
-        return DistributedDataParallel(self.model), [first, second]
+        micro_batches = [self.batch(own[:4], cut=8), self.batch(own[4:8])]
+        return DistributedDataParallel(self.model), micro_batches
 
-    @staticmethod
     def wrong(model, micro_batches):
         """each micro-batch's mean loss, divided by their number"""
         for batch in micro_batches:
@@ -72,7 +61,6 @@ class MeanOfMicroBatches(MeanOfMeans):
             (loss / len(micro_batches)).backward()
         return model, micro_batches
 
-    @staticmethod
     def right(model, micro_batches):
         """each mean is weighted by its share of the tokens of all micro-batches and ranks"""
         counts = [(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]
@@ -84,20 +72,16 @@ class MeanOfMicroBatches(MeanOfMeans):
         return model, micro_batches
 
 
-class SumNotMean(Bug):
+class SumNotMean(Bug, name="sum-not-mean"):
     """Forgotten averaging: the all-reduce adds up, and nobody divides.
 
     The gradient is N times too long, so the best learning rate changes with the number of ranks,
     and clipping sets in N times too early. AdamW hides it: it divides by the gradient's own size.
     """
 
-    name = "sum-not-mean"
+    def given(self):
+        return self.model, self.batch(self.dataset[4 * self.rank : 4 * self.rank + 4], cut=8)
 
-    def given(self) -> tuple:
-        own = self.dataset[4 * self.rank : 4 * self.rank + 4]
-        return self.model, self.batch(short_texts(own))  # as many tokens on every rank
-
-    @staticmethod
     def wrong(model, batch):
         """all-reduce adds up, and nobody divides"""
         model(**batch).backward()
@@ -105,7 +89,6 @@ class SumNotMean(Bug):
             dist.all_reduce(parameter.grad)
         return model, [batch]
 
-    @staticmethod
     def right(model, batch):
         """divided by the number of ranks, as DDP does"""
         model(**batch).backward()
@@ -119,27 +102,22 @@ class SumNotMean(Bug):
         times = float(found.norm() / wanted.norm())
         return times, f"the gradient is {times:.4f} times as long as that of one process"
 
-    detector = staticmethod(like_one_process)
+    detector = like_one_process
 
 
-class ClipBeforeUnscale(Bug):
+class ClipBeforeUnscale(Bug, name="clip-before-unscale"):
     """Clipping before unscaling: the limit is applied to a gradient that is 65,536 times too long.
 
-    The scaler multiplies the loss so that small fp16 gradients do not vanish. Clipped in that
-    state, every gradient is cut to the limit, and unscaling then divides it by 65,536. AdamW, which
-    looks at ratios, goes on with a gradient of any size until its eps takes over, so it stays
-    unseen; plain SGD, as here, stands still.
+    Every gradient is cut to the limit, and unscaling then divides it by 65,536. AdamW, which looks
+    at ratios, hides it until its eps takes over; plain SGD, as here, stands still.
     """
 
-    name = "clip-before-unscale"
-
-    def given(self) -> tuple:
+    def given(self):
         model = DistributedDataParallel(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
         return model, optimizer, scaler, *self.own_batches(1), 0.1
 
-    @staticmethod
     def wrong(model, optimizer, scaler, batch, limit):
         """clipped while the loss scale is still in the gradient"""
         scaler.scale(model(**batch)).backward()
@@ -148,7 +126,6 @@ class ClipBeforeUnscale(Bug):
         scaler.update()
         return model, norm, limit
 
-    @staticmethod
     def right(model, optimizer, scaler, batch, limit):
         """`scaler.unscale_(optimizer)` first"""
         scaler.scale(model(**batch)).backward()
@@ -162,7 +139,6 @@ class ClipBeforeUnscale(Bug):
         used = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         return used, f"the gradient that the optimizer used has norm {used:.2g}, limit {limit}"
 
-    @staticmethod
     def detector(model, norm, limit):
         """after the step, compares the gradient's norm with what clipping should have left of it"""
         # By then the scaler has unscaled what was still scaled. It skips a step that overflowed.
@@ -171,6 +147,3 @@ class ClipBeforeUnscale(Bug):
         assert not math.isfinite(norm) or math.isclose(used, left, rel_tol=1e-3), (
             f"clipping left a norm of {left:.2g}, and the optimizer used one of {used:.2g}"
         )
-
-
-BUGS = (MeanOfMeans, MeanOfMicroBatches, SumNotMean, ClipBeforeUnscale)

@@ -1,10 +1,7 @@
 """The loop: who meets whom, and when the learning rate moves."""
 
-from __future__ import annotations
-
 import datetime
 import time
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,56 +10,46 @@ from torch.nn.parallel import DistributedDataParallel
 from labs.break_it.bug import Bug, Stop
 
 
-class RankZeroCollective(Stop):
+class RankZeroCollective(Stop, name="rank-0-collective"):
     """A collective that only rank 0 calls: it waits for ranks that have gone on.
 
-    Logging, saving and printing happen on rank 0; whatever they need from the others must be
-    fetched before the condition. If the others' next collective looks alike, there is no hang but
-    worse: it is paired with the wrong one, and every number from then on is another one's.
+    What logging or saving on rank 0 needs from the others must be fetched before the condition. If
+    the others' next collective looks alike, there is no hang but worse: it is paired with this one.
     """
 
-    name = "rank-0-collective"
-    environment: ClassVar[dict[str, str]] = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    debug = "DETAIL"
 
-    def given(self) -> tuple:
+    def given(self):
         return (torch.tensor([5.5]),)  # a message about a tensor without dimensions is garbled
 
-    @staticmethod
     def wrong(loss):
         """a collective under `if rank == 0`"""
         if dist.get_rank() == 0:
             dist.all_reduce(loss)
             print("loss", float(loss) / dist.get_world_size())
 
-    @staticmethod
     def right(loss):
         """all ranks call it, rank 0 prints"""
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
             print("loss", float(loss) / dist.get_world_size())
 
-    @staticmethod
     def detector(log_loss, loss):
         """`TORCH_DISTRIBUTED_DEBUG=DETAIL` names both collectives"""
         log_loss(loss)  # the environment variable does it: all collectives are compared first
 
 
-class OneRankDecides(Stop):
+class OneRankDecides(Stop, name="one-rank-decides"):
     """One rank decides alone: it leaves the loop, and the others wait for its gradients.
 
-    Early stopping, skipping a batch whose loss is not finite, a limit of time: whatever a rank
-    finds out about its own batch, clock or file must be made common before anybody acts on it.
-    Here the time of rank 1 is up.
+    Whatever a rank finds out about its own batch, clock or file must be made common before anybody
+    acts on it. Here the time of rank 1 is up.
     """
 
-    name = "one-rank-decides"
+    def given(self):
+        deadline = time.monotonic() + (0 if self.rank == 1 else 3600)
+        return DistributedDataParallel(self.model), self.own_batches(3), deadline
 
-    def given(self) -> tuple:
-        seconds_left = 0 if self.rank == 1 else 3600
-        model = DistributedDataParallel(self.model)
-        return model, self.own_batches(3), time.monotonic() + seconds_left
-
-    @staticmethod
     def wrong(model, batches, deadline):
         """each rank looks at its own clock and leaves"""
         for batch in batches:
@@ -70,7 +57,6 @@ class OneRankDecides(Stop):
             if time.monotonic() > deadline:
                 break
 
-    @staticmethod
     def right(model, batches, deadline):
         """the decision is all-reduced: all leave when one wants to"""
         for batch in batches:
@@ -80,7 +66,6 @@ class OneRankDecides(Stop):
             if stop:
                 break
 
-    @staticmethod
     def detector(train, model, *others):
         """a monitored barrier before each forward pass, in which rank 0 names who does not come"""
 
@@ -94,23 +79,20 @@ class OneRankDecides(Stop):
 UPDATES = 8
 
 
-class LrPerMicroBatch(Bug):
+class LrPerMicroBatch(Bug, name="lr-per-micro-batch"):
     """A learning rate that steps per micro-batch: the schedule ends long before the training.
 
     With 4 micro-batches an update, the rate reaches its end after a quarter of the updates, and
     accumulation, which should change nothing but memory, changes the training.
     """
 
-    name = "lr-per-micro-batch"
-
-    def given(self) -> tuple:
+    def given(self):
         model = DistributedDataParallel(self.model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=UPDATES)
         own = self.dataset[self.rank :: self.ranks][:4]
         return model, optimizer, scheduler, [[self.batch([x]) for x in own]] * UPDATES
 
-    @staticmethod
     def wrong(model, optimizer, scheduler, updates):
         """`scheduler.step()` after each micro-batch"""
         rates = []
@@ -123,7 +105,6 @@ class LrPerMicroBatch(Bug):
             optimizer.zero_grad()
         return optimizer, scheduler, rates
 
-    @staticmethod
     def right(model, optimizer, scheduler, updates):
         """`scheduler.step()` after each update"""
         rates = []
@@ -140,7 +121,6 @@ class LrPerMicroBatch(Bug):
         still = sum(rate == 0 for rate in rates)
         return still, f"{still} of {len(rates)} updates ran at rate 0"
 
-    @staticmethod
     def detector(optimizer, scheduler, *rates):
         """compares the scheduler's steps with AdamW's own count of its updates"""
         updates = max(int(state["step"]) for state in optimizer.state.values())
@@ -149,22 +129,18 @@ class LrPerMicroBatch(Bug):
         )
 
 
-class SchedulerAhead(LrPerMicroBatch):
+class SchedulerAhead(LrPerMicroBatch, name="scheduler-ahead"):
     """The scheduler steps though the scaler skipped the update: the schedule runs ahead.
 
     When an fp16 gradient has overflowed, `scaler.step` leaves the weights alone and `scaler.update`
-    halves the scale. That happens in the first updates, until a scale is found that fits, which is
-    when a warm-up should be slow. Here the scale begins so high that the first updates overflow.
+    halves the scale, as in the first updates here: just when a warm-up should be slow.
     """
 
-    name = "scheduler-ahead"
-
-    def given(self) -> tuple:
+    def given(self):
         model, optimizer, scheduler, _ = super().given()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21)
         return model, optimizer, scheduler, scaler, self.own_batches(1) * UPDATES
 
-    @staticmethod
     def wrong(model, optimizer, scheduler, scaler, batches):
         """`scheduler.step()` whatever the scaler did"""
         for batch in batches:
@@ -177,7 +153,6 @@ class SchedulerAhead(LrPerMicroBatch):
             optimizer.zero_grad()
         return optimizer, scheduler
 
-    @staticmethod
     def right(model, optimizer, scheduler, scaler, batches):
         """only when the scale has not dropped"""
         for batch in batches:
@@ -196,6 +171,3 @@ class SchedulerAhead(LrPerMicroBatch):
         updates = max(int(state["step"]) for state in optimizer.state.values())
         ahead = scheduler.last_epoch - updates
         return ahead, f"after {updates} updates the schedule is {ahead} steps ahead"
-
-
-BUGS = (RankZeroCollective, OneRankDecides, LrPerMicroBatch, SchedulerAhead)

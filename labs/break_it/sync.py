@@ -1,7 +1,5 @@
 """When gradients are sent: DDP decides in its forward pass."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -9,20 +7,17 @@ from labs.break_it.bug import Bug, Stop, weights_differ
 from labs.break_it.detectors import same_gradients
 
 
-class NoSyncOnLast(Bug):
+class NoSyncOnLast(Bug, name="no-sync-on-last"):
     """no_sync on the last micro-batch, too: nothing is ever sent.
 
     Inside no_sync gradients stay local. The last micro-batch of an update must be outside, with
     its forward pass, for there DDP decides whether the backward pass will synchronize.
     """
 
-    name = "no-sync-on-last"
-
-    def given(self) -> tuple:
+    def given(self):
         model = DistributedDataParallel(self.model)
         return model, torch.optim.AdamW(model.parameters(), lr=3e-4), self.own_batches(2)
 
-    @staticmethod
     def wrong(model, optimizer, micro_batches):
         """all micro-batches are inside no_sync"""
         with model.no_sync():
@@ -31,39 +26,6 @@ class NoSyncOnLast(Bug):
         optimizer.step()
         return model
 
-    @staticmethod
-    def right(model, optimizer, micro_batches):
-        """the last micro-batch is outside"""
-        with model.no_sync():
-            for batch in micro_batches[:-1]:
-                model(**batch).backward()
-        model(**micro_batches[-1]).backward()
-        optimizer.step()
-        return model
-
-    symptom = weights_differ
-    detector = staticmethod(same_gradients)
-
-
-class ForwardInNoSync(NoSyncOnLast):
-    """The forward pass inside no_sync, the backward pass outside: nothing is sent either.
-
-    DDP decides in the forward pass whether the backward pass will synchronize. One backward pass
-    over the sum of all losses, outside no_sync, looks as if it did; it does not.
-    """
-
-    name = "forward-in-no-sync"
-
-    @staticmethod
-    def wrong(model, optimizer, micro_batches):
-        """forward inside no_sync, backward outside"""
-        with model.no_sync():
-            losses = [model(**batch) for batch in micro_batches]
-        sum(losses).backward()
-        optimizer.step()
-        return model
-
-    @staticmethod
     def right(model, optimizer, micro_batches):
         """forward and backward of a micro-batch stand together, those of the last one outside"""
         with model.no_sync():
@@ -73,51 +35,58 @@ class ForwardInNoSync(NoSyncOnLast):
         optimizer.step()
         return model
 
+    symptom = weights_differ
+    detector = same_gradients
 
-class PastTheWrapper(Bug):
+
+class ForwardInNoSync(NoSyncOnLast, name="forward-in-no-sync"):
+    """The forward pass inside no_sync, the backward pass outside: nothing is sent either.
+
+    DDP decides in the forward pass whether the backward pass will synchronize. One backward pass
+    over the sum of all losses, outside no_sync, looks as if it did; it does not.
+    """
+
+    def wrong(model, optimizer, micro_batches):
+        """forward inside no_sync, backward outside"""
+        with model.no_sync():
+            losses = [model(**batch) for batch in micro_batches]
+        sum(losses).backward()
+        optimizer.step()
+        return model
+
+
+class PastTheWrapper(NoSyncOnLast, name="past-the-wrapper"):
     """Training through `model.module`: the forward pass goes past DDP, and nothing is sent.
 
     DDP prepares its all-reduces in its own forward pass. Who calls the module inside, for a method
     of it or out of habit from saving, gets local gradients, and replicas that drift apart.
     """
 
-    name = "past-the-wrapper"
-
-    def given(self) -> tuple:
-        model = DistributedDataParallel(self.model)
-        return model, torch.optim.AdamW(model.parameters(), lr=3e-4), *self.own_batches(1)
-
-    @staticmethod
-    def wrong(model, optimizer, batch):
+    def wrong(model, optimizer, micro_batches):
         """`model.module(x)` in training"""
-        model.module(**batch).backward()
+        for batch in micro_batches:
+            model.module(**batch).backward()
         optimizer.step()
         return model
 
-    @staticmethod
-    def right(model, optimizer, batch):
+    def right(model, optimizer, micro_batches):
         """`model(x)`, the wrapper"""
-        model(**batch).backward()
+        for batch in micro_batches:
+            model(**batch).backward()
         optimizer.step()
         return model
 
-    symptom = weights_differ
-    detector = staticmethod(same_gradients)
 
-
-class StaticGraphNoSync(Stop):
+class StaticGraphNoSync(Stop, name="static-graph-no-sync"):
     """static_graph, and the first backward pass inside no_sync: an internal assertion fails.
 
     With `static_graph=True` DDP learns from the first backward pass which parameters take part, and
     inside no_sync it does not look. The message speaks of a bug in PyTorch and names no reason.
     """
 
-    name = "static-graph-no-sync"
-
-    def given(self) -> tuple:
+    def given(self):
         return self.model, self.own_batches(2)
 
-    @staticmethod
     def wrong(model, micro_batches):
         """`static_graph=True`, and accumulation from the first micro-batch on"""
         wrapped = DistributedDataParallel(model, static_graph=True)
@@ -125,13 +94,9 @@ class StaticGraphNoSync(Stop):
             wrapped(**micro_batches[0]).backward()
         wrapped(**micro_batches[1]).backward()
 
-    @staticmethod
     def right(model, micro_batches):
         """no `static_graph`, or the first update of a run synchronizes each micro-batch"""
         wrapped = DistributedDataParallel(model)
         with wrapped.no_sync():
             wrapped(**micro_batches[0]).backward()
         wrapped(**micro_batches[1]).backward()
-
-
-BUGS = (NoSyncOnLast, ForwardInNoSync, PastTheWrapper, StaticGraphNoSync)

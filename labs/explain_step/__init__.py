@@ -10,15 +10,9 @@ one can see them hide behind the backward pass.
 The lab runs the reference's own `training_step` and looks on from outside (observe.py). Then it
 makes the same step twice more from the same weights: by hand, with one all-reduce for every
 parameter after the backward pass, and in a single process that takes the samples of all ranks and
-knows nothing of DDP and of `training_step` (three_ways.py). All three must agree.
+knows nothing of DDP and of `training_step` (three_ways.py). All three must agree. step.py puts the
+figures together, report.py puts them into words, picture.py draws them.
 
-    observe.py     clock, phases, buckets: what can be seen without changing a step
-    three_ways.py  DDP, by hand, in one process; and what each way costs
-    step.py        all figures of one step
-    report.py      the figures in words
-    picture.py     a timeline, the gradients, and a trace for a viewer
-
-It writes to runs/explain-<date>-<time>, or to --output-dir: explain.txt, the whole report;
-explain.png, the picture; explain.json, all figures; trace.json, for https://ui.perfetto.dev or
-chrome://tracing. The weights are not saved.
+It writes to runs/explain-<date>-<time>, or to --output-dir: explain.txt, the report on the last
+update; explain.png, its picture; explain.json, the figures of all. The weights are not saved.
 """

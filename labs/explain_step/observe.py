@@ -1,17 +1,12 @@
 """Looking on while a step runs: a clock for all ranks, the step's phases, DDP's buckets.
 
-Nothing here changes what a step computes:
-
-    Observer       stands where the reference announces the phases of a step
-    BucketWatch    DDP's communication hook: gets each bucket before any other rank has seen it,
-                   and passes it on to DDP's own all-reduce
+Nothing here changes what a step computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +22,7 @@ Tensors = dict[str, torch.Tensor]  # by parameter name
 
 
 class Clock:
-    """Seconds since the start of a step, a moment that the ranks have in common.
-
-    On one machine all processes read the same monotonic clock, and zero is the same instant for
-    all; on several, each rank's zero is when it leaves the same barrier.
+    """Seconds since the start of a step, the same moment for all ranks of a machine.
 
     A GPU works behind Python's back. `now` waits until it has done all it was given, so that a
     phase ends when its work does. Inside the backward pass waiting would destroy the overlap that
@@ -40,11 +32,10 @@ class Clock:
     def __init__(self, launch: ddp.Launch) -> None:
         """Ranks meet."""
         self.device, self.zero = launch.device, 0.0
-        self.nccl = launch.world_size > 1 and dist.get_backend() == "nccl"
         if launch.world_size > 1:
             dist.barrier()
         self.zero = self.now()
-        if launch.local_world_size == launch.world_size:
+        if launch.local_world_size == launch.world_size:  # all read one and the same clock
             self.zero = max(ddp.gather(self.zero, launch))
         self.first = self.now()  # with nothing to do, a GPU reaches the mark at once
         self.first_mark = self.mark()
@@ -53,9 +44,9 @@ class Clock:
         getattr(torch, self.device.type).synchronize()  # nothing to wait for on the CPU
         return time.perf_counter() - self.zero
 
-    def mark(self, of_all_reduce: bool = False) -> Any:
+    def mark(self) -> Any:
         """A point in this device's work, cheap enough for the middle of a backward pass."""
-        if self.device.type != "cuda" or (of_all_reduce and not self.nccl):  # Gloo's is Python's
+        if self.device.type != "cuda":
             return time.perf_counter() - self.zero
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -68,51 +59,39 @@ class Clock:
         return self.first + self.first_mark.elapsed_time(mark) / 1000  # it counts milliseconds
 
 
-def random_state(device: torch.device) -> dict:
-    """The states of the generators that dropout draws from on this device."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that dropout draws from: the CPU's, and a GPU's."""
+    gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *gpu]
 
 
-def set_random_state(state: dict, device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+def set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    for of_gpu in state[1:]:
+        torch.cuda.set_rng_state(of_gpu, device)
 
 
 class Observer:
     """Takes the place of the reference's `Watch` in a step, and passes all on to it.
 
     `phases` collects [name, begin, end] in seconds of the clock. `gradient` is what the optimizer
-    got. `random` holds the random state before each forward pass; given as `replay`, it makes
-    another pass draw the same dropout masks. `exchange`, where there is no DDP, averages the
-    gradients after the backward pass.
+    got. `random` holds the random state before each forward pass, with which another pass draws
+    the same dropout masks.
     """
 
     signal = 0  # nobody asks for the end of the run in the middle of an explanation
 
-    def __init__(
-        self, launch: ddp.Launch, clock: Clock, bare: nn.Module, replay: Sequence[dict] = (),
-        exchange: Callable | None = None,
-    ) -> None:  # fmt: skip
-        self.launch, self.clock, self.bare = launch, clock, bare
-        self.replay, self.exchange = iter(replay), exchange
+    def __init__(self, launch: ddp.Launch, bare: nn.Module) -> None:
+        """Ranks meet, to begin at the same time."""
+        self.launch, self.bare, self.clock = launch, bare, Clock(launch)
         self.phases: list[list] = []
         self.gradient: Tensors = {}
-        self.random: list[dict] = []
+        self.random: list[list[torch.Tensor]] = []
 
     def enter(self, phase: str, meets: bool = False, patient: bool = False) -> None:
         if phase == "forward":
             self.begin(COPIES)
-            state = next(self.replay, None)
-            if state:
-                set_random_state(state, self.launch.device)
             self.random.append(random_state(self.launch.device))
-        elif phase == "sum of losses" and self.exchange:
-            self.begin("all-reduce")
-            self.exchange(self.bare, self.launch.world_size)
         self.begin(phase)
         self.launch.watch.enter(phase, meets, patient)
 
@@ -123,35 +102,28 @@ class Observer:
         self.begin("optimizer")
 
     def begin(self, phase: str) -> None:
-        """Ends the phase before, too."""
-        now = self.clock.now()
-        if self.phases:
-            self.phases[-1][2] = now
-        self.phases.append([phase, now, now])
+        self.end()
+        self.phases.append([phase, self.clock.now(), 0.0])
 
     def end(self) -> None:
-        self.phases[-1][2] = self.clock.now()
-
-    def begin_of(self, phase: str) -> float:
-        """When the first phase of that name began."""
-        return next(begin for name, begin, _ in self.phases if name == phase)
+        if self.phases:
+            self.phases[-1][2] = self.clock.now()
 
 
 @dataclasses.dataclass
 class Bucket:
     """One message of DDP; times are marks of the clock."""
 
-    names: list[str]  # of its parameters, in the order of the buffer
-    sizes: list[int]  # their elements
+    local: Tensors  # a copy of this rank's own gradients, in the order of the buffer
     bytes: int
     ready: Any  # the last of its gradients is there
-    local: torch.Tensor  # a copy of this rank's own gradients, flat
     sent: Any = None  # the all-reduce is on its way, after that copy
     done: Any = None  # the sum has arrived
 
 
 class BucketWatch:
-    """DDP's communication hook: notes each bucket and passes it on to DDP's own all-reduce.
+    """DDP's communication hook: notes each bucket before any other rank has seen it, and passes it
+    on to DDP's own all-reduce.
 
     Without a hook, DDP multiplies by 1/N where its all-reduce hook divides by N: the same bits
     when N is a power of two, else the same but for the last place.
@@ -159,27 +131,21 @@ class BucketWatch:
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, bare: nn.Module) -> None:
         self.names = {id(p): name for name, p in ddp.trained_parameters(bare)}
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []  # of the step that `clock` belongs to
         self.clock: Clock | None = None
         model.register_comm_hook(None, self.hook)
 
     def hook(self, group, bucket):  # DDP would refuse its annotations, which are text here
         """Called for every bucket, on the thread that runs the backward pass."""
-        ready, buffer, parameters = self.clock.mark(), bucket.buffer(), bucket.parameters()
-        noted = Bucket(
-            [self.names[id(p)] for p in parameters], [p.numel() for p in parameters],
-            buffer.numel() * buffer.element_size(), ready, buffer.clone(),
-        )  # fmt: skip
+        ready, names = self.clock.mark(), [self.names[id(p)] for p in bucket.parameters()]
+        local = dict(zip(names, [g.clone() for g in bucket.gradients()]))
+        noted = Bucket(local, bucket.buffer().nbytes, ready)
         self.buckets.append(noted)
 
         def done(future: torch.futures.Future) -> torch.Tensor:
             """Called when the sum is there; with NCCL, in a stream that waits for it."""
-            noted.done = self.clock.mark(of_all_reduce=True)
+            noted.done = self.clock.mark()
             return future.value()
 
         noted.sent = self.clock.mark()
         return allreduce_hook(group, bucket).then(done)  # ranks meet, beside the backward pass
-
-    def take(self) -> list[Bucket]:
-        taken, self.buckets = self.buckets, []
-        return taken

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
-import torch
-from torch import nn
+from torch import Generator
 from torch.utils.data import DataLoader
 
 import llm_ddp_parallel_training as ddp
@@ -23,82 +22,69 @@ from labs.explain_step.observe import (
     random_state,
     set_random_state,
 )
-from labs.explain_step.three_ways import (
-    Outcome,
-    Parts,
-    capacity,
-    clip_factor,
-    norm,
-    observed_step,
-    prove,
-    weights_of,
-)
+from labs.explain_step.three_ways import Parts, capacity, norm, observed_step, prove
 
 WAIT = "wait for all-reduce"  # the end of a backward pass, when all gradients are computed
 
 
-@dataclasses.dataclass
-class Update:
-    """What a rank is given for an update."""
-
-    micro_batches: list[dict]
-    expected: list[int]  # records that one process with the whole global batch would take next
-    rate: float  # learning rate
-
-
-def updates_of(run: ddp.Run) -> Iterator[Update]:
-    """This rank's share of one update after another, over as many epochs as it takes."""
+def updates_of(run: ddp.Run) -> Iterator[tuple[list[dict], list[int], float]]:
+    """One update after another, over as many epochs as it takes: this rank's micro-batches, the
+    records that one process with the whole global batch would take next, the learning rate."""
     launch, s, data = run.launch, run.settings, run.data.train
     sampler = ddp.ShardSampler(len(data), s.seed, launch.world_size, launch.rank)
-    loader = DataLoader(
-        data, s.batch_size, sampler=sampler, collate_fn=run.collate, generator=torch.Generator()
-    )
-    numbers = itertools.count()
+    alone, numbers = ddp.EpochSampler(len(data), s.seed), itertools.count()
+    # A loader draws a seed from its generator: from one of its own, not from the dropout's.
+    own = {"sampler": sampler, "collate_fn": run.collate, "generator": Generator()}
+    loader = DataLoader(data, s.batch_size, **own)
     for epoch in itertools.count(1):
         sampler.set_epoch(epoch)
-        alone = ddp.EpochSampler(len(data), s.seed)
         alone.set_epoch(epoch)
         order = iter(alone)
         for micro_batches in ddp.updates_of_epoch(loader, sampler, s):
             samples = itertools.islice(order, ddp.global_batch(launch, s))
             rate = ddp.learning_rate(next(numbers), s, run.updates)
-            yield Update(micro_batches, sorted(data[i][0] for i in samples), rate)
+            yield micro_batches, sorted(data[i][0] for i in samples), rate
 
 
 def explain(
-    parts: Parts, watch: BucketWatch | None, update: Update, launch: ddp.Launch, text: Callable
+    parts: Parts, watch: BucketWatch | None, update: tuple, launch: ddp.Launch, text: Callable
 ) -> dict:
-    """Makes one update and tells all about it, for all ranks. Ranks meet.
+    """Makes one update, one of `updates_of`, and tells all about it, for all ranks. Ranks meet.
 
     `watch` is None in a single process. `text(batch, row)` turns a row back into text.
     """
-    s, bare, micro_batches = parts.settings, parts.bare, update.micro_batches
+    s, (micro_batches, expected, rate) = parts.settings, update
     for group in parts.optimizer.param_groups:
-        group["lr"] = update.rate
+        group["lr"] = rate
     twins = [parts.twin(), parts.twin()] if watch else []
-    before, losses = weights_of(bare), []
-    clock = Clock(launch)  # ranks meet
-    observer = Observer(launch, clock, bare)
-    scale = parts.scaler.get_scale()  # 1 but for fp16
+    before, losses, scale = parts.weights(), [], parts.scaler.get_scale()  # 1 but for fp16
+    observer = Observer(launch, parts.bare)  # ranks meet
     if watch:
-        watch.clock = clock
+        watch.clock, watch.buckets = observer.clock, []
     listening = parts.model.register_forward_hook(lambda *call: losses.append(call[-1].detach()))
     outcome = observed_step(parts, micro_batches, observer)
     listening.remove()
     random_after = random_state(launch.device)
 
-    local, buckets = outcome.gradient, []  # in a single process that is the only gradient
-    share = own_share(micro_batches, losses, outcome)
+    counts = [ddp.valid_targets(batch["labels"]) for batch in micro_batches]
+    tokens, buckets, local = sum(counts), [], outcome.gradient  # all there is in a single process
     if watch:
-        buckets = watch.take()
-        check_buckets(buckets, bare)
+        buckets = watch.buckets
         # Before the all-reduce a bucket holds Σ_j ∇S_j / c; times c / n_r it is the gradient of the
         # mean over this rank's tokens.
-        local = local_gradient(buckets, capacity(s) / max(share["tokens"], 1) / scale)
+        factor = capacity(s) / max(tokens, 1) / scale
+        local = local_gradient(buckets, factor, sorted(outcome.gradient))
     own = {
         "rank": launch.rank,
-        "samples": samples_of(micro_batches, text),
-        **share,
+        "samples": [
+            {"record": record, "text": text(batch, row)[:80]}
+            for batch in micro_batches
+            for row, record in enumerate(batch["record_ids"].tolist())
+            if record >= 0  # not padding
+        ],
+        "tokens": tokens,
+        "weight": tokens / outcome.tokens,
+        "local_loss": sum(float(x) * n for x, n in zip(losses, counts)) / max(tokens, 1),
         "local_gradient_norms": norms(local),
         "digests": {
             "weights before": ddp.digest_of(before.items()),
@@ -106,35 +92,33 @@ def explain(
             "averaged gradient": ddp.digest_of(outcome.gradient.items()),
             "weights after": ddp.digest_of(outcome.weights.items()),
         },
-        **timeline(observer.phases, buckets, clock),
+        **timeline(observer.phases, buckets, observer.clock),
     }
-    proof = prove(outcome, twins, micro_batches, observer.random, clock, launch) if watch else {}
+    proof = prove(outcome, twins, micro_batches, observer) if watch else {}
     set_random_state(random_after, launch.device)  # the twins have drawn, too
     return {
         "loss": outcome.loss,
         "tokens": outcome.tokens,
-        "capacity": capacity(s),
-        "correction": capacity(s) * launch.world_size / outcome.tokens,
-        "learning_rate": update.rate,
-        "clip_factor": clip_factor(outcome.grad_norm, s),
+        "learning_rate": rate,
+        "clip_factor": outcome.clip_factor,
         "gradient_norms": norms(outcome.gradient),
         "update_norms": norms({n: w - before[n] for n, w in outcome.weights.items()}),
-        "weight_norms": norms(outcome.weights),
-        "expected_records": update.expected,
+        "expected_records": expected,
         "ranks": ddp.gather(own, launch),  # ranks meet
         "proof": proof,
     }
 
 
-def own_share(micro_batches: list[dict], losses: list[torch.Tensor], outcome: Outcome) -> dict:
-    """This rank's tokens, the mean of its losses over them, and their weight in the global mean."""
-    counts = [ddp.valid_targets(batch["labels"]) for batch in micro_batches]
-    tokens = sum(counts)
+def local_gradient(buckets: list[Bucket], factor: float, trained: list[str]) -> Tensors:
+    """What the buckets held, times a factor, by the names of what is trained, in order.
+
+    Raises `RunError` unless every trained parameter was sent once.
+    """
+    parts = [part for bucket in buckets for part in bucket.local.items()]
+    if sorted(name for name, _ in parts) != trained:
+        raise ddp.RunError("DDP did not send every trained parameter once")
     return {
-        "micro_batches": len(micro_batches),
-        "tokens": tokens,
-        "weight": tokens / outcome.tokens,
-        "local_loss": sum(float(x) * n for x, n in zip(losses, counts)) / max(tokens, 1),
+        name: gradient.flatten() * factor for name, gradient in sorted(parts, key=itemgetter(0))
     }
 
 
@@ -151,28 +135,8 @@ def norms(tensors: Tensors) -> dict[str, float]:
     return {**{layer: norm(part) for layer, part in layers.items()}, "total": norm(tensors)}
 
 
-def local_gradient(buckets: list[Bucket], factor: float) -> Tensors:
-    """What the buckets held before the all-reduce, times a factor, in name order."""
-    parts = (
-        (name, part * factor)
-        for bucket in buckets
-        for name, part in zip(bucket.names, bucket.local.split(bucket.sizes))
-    )
-    return dict(sorted(parts, key=lambda part: part[0]))
-
-
-def samples_of(micro_batches: list[dict], text: Callable) -> list[dict]:
-    """Record id and start of the text of every row that is not padding."""
-    return [
-        {"record": record, "text": text(batch, row)[:80]}
-        for batch in micro_batches
-        for row, record in enumerate(batch["record_ids"].tolist())
-        if record >= 0
-    ]
-
-
 def text_reader(settings: ddp.Settings) -> Callable[[dict, int], str]:
-    """A function that turns a row of a batch back into text."""
+    """A function that turns a row of a batch back into text, without its padding."""
     if settings.model == "tiny":
         return lambda batch, row: bytes(
             token for token in batch["input_ids"][row].tolist() if token < ddp.PAD
@@ -181,23 +145,9 @@ def text_reader(settings: ddp.Settings) -> Callable[[dict, int], str]:
 
     folder = Path(settings.base_model).expanduser()
     tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else settings.base_model)
-
-    def text(batch: dict, row: int) -> str:
-        """Without the padding; packed windows hold several texts."""
-        return tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row] == 1])
-
-    return text
-
-
-def check_buckets(buckets: list[Bucket], bare: nn.Module) -> None:
-    """Every trained parameter is in one bucket, and nothing else is sent. Raises `RunError`."""
-    trained = {name: p.numel() * p.element_size() for name, p in ddp.trained_parameters(bare)}
-    names, size = [n for b in buckets for n in b.names], sum(b.bytes for b in buckets)
-    if sorted(names) != sorted(trained) or size != sum(trained.values()):
-        raise ddp.RunError(
-            f"the buckets hold {len(names)} parameters of {size} bytes, the model {len(trained)} "
-            f"trained ones of {sum(trained.values())}"
-        )
+    return lambda batch, row: tokenizer.decode(
+        batch["input_ids"][row][batch["attention_mask"][row] == 1]
+    )
 
 
 def timeline(phases: list[list], buckets: list[Bucket], clock: Clock) -> dict:
@@ -206,23 +156,21 @@ def timeline(phases: list[list], buckets: list[Bucket], clock: Clock) -> dict:
     When the last bucket is sent, the backward pass has computed its last gradient; what it still
     takes is waiting. So what is under way before that moment is hidden, and the rest is not.
     """
-    sent = [
-        {"parameters": bucket.names, "bytes": bucket.bytes, "ready": clock.at(bucket.ready),
-         "sent": clock.at(bucket.sent), "done": clock.at(bucket.done)}
-        for bucket in buckets
-    ]  # fmt: skip
-    if not sent:
+    if not buckets:
         return {"phases": phases, "buckets": []}
+    sent = [
+        {"parameters": list(bucket.local), "bytes": bucket.bytes}
+        | {when: clock.at(getattr(bucket, when)) for when in ("ready", "sent", "done")}
+        for bucket in buckets
+    ]
     last = max(i for i, phase in enumerate(phases) if phase[0] == "backward")
     _, begin, end = phases[last]
     computed = sent[-1]["sent"]
-    waiting = [WAIT, computed, end]
-    phases = [*phases[:last], ["backward", begin, computed], waiting, *phases[last + 1 :]]
+    phases[last : last + 1] = ["backward", begin, computed], [WAIT, computed, end]
     overlap = {
         "backward": computed - begin,
         "under_way": covered((b["sent"], b["done"]) for b in sent),
         "hidden": covered((b["sent"], min(b["done"], computed)) for b in sent),
-        "copies": sum(b["sent"] - b["ready"] for b in sent),
     }
     return {"phases": phases, "buckets": sent, "overlap": overlap}
 

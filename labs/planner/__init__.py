@@ -17,7 +17,7 @@ Other models by name, with LoRA or in full; for programs, and as a picture:
 
 It needs Python alone: no torch, no GPU (matplotlib for the picture). Every figure that is an
 assumption and not arithmetic has a flag. Read it in this order: models, machines, runs; memory;
-time, scaling; faults; choose. The other files hold no physics.
+time; faults; choose. The other files hold no physics.
 """
 
 from labs.planner.flags import flag_parser

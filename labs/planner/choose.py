@@ -37,13 +37,12 @@ class Candidate:
 def layouts(run: Run, args: argparse.Namespace) -> list[Layout]:
     """The sensible ways, simplest first; or those that the flags leave.
 
-    Tensor ranks stay inside a node, whose links are fast; pipeline stages lie across nodes. LoRA
-    has little to exchange and nothing to divide but the frozen weights.
+    Tensor ranks stay inside a node, whose links are fast; pipeline stages lie across nodes.
     """
     m, gpus, in_node = run.model, run.machine.gpus, run.machine.gpus_per_node
     tensors = [t for t in (1, 2, 4, 8) if not (in_node % t or m.heads % t or m.kv_heads % t)]
     pipelines = [p for p in (1, 2, 4, 8, 16, 32, 64) if not run.machine.nodes % p and p <= m.layers]
-    if run.lora_r:
+    if run.lora_r:  # little to exchange, and nothing to divide but the frozen weights
         tensors, pipelines = [1], [1]
     tensors = [args.tensor] if args.tensor else tensors
     pipelines = [args.pipeline] if args.pipeline else pipelines

@@ -1,26 +1,17 @@
-"""Slow ranks, failures and checkpoints: how much of the time is training."""
+"""Slow ranks, failures and checkpoints: how much of the time is training.
+
+`args` are the flags: what is assumed of the machines beside their speed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import statistics
 from typing import Any
 
 from labs.planner.runs import Run
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """What is assumed of the machines beside their speed; each has a flag."""
-
-    mtbf: float = 50_000.0  # hours between failures of one GPU
-    restart: float = 600.0  # seconds until the run goes on after a failure
-    storage: float = 1e9  # bytes/s that a node writes to checkpoints
-    snapshot: float = 5e9  # bytes/s from a rank to its host's memory
-    keep: int = 3  # checkpoints, besides the best
-    slow_share: float = 0.0002  # of the GPUs, that are slow at a time
-    slow_by: float = 0.1  # by so much
 
 
 def expected_slowest(count: int) -> float:
@@ -39,17 +30,16 @@ def slowdown(gpus: int, spread: float, slow_share: float, slow_by: float) -> flo
     return 1 + spread * expected_slowest(gpus) + somebody * slow_by
 
 
-def young(blocking: float, between: float) -> float:
-    """Seconds between checkpoints after Young 1974: √(2 · cost · mean time between failures)."""
-    return math.sqrt(2 * blocking * between)
-
-
 def daly(blocking: float, between: float) -> float:
-    """The same after Daly 2006, equation 37: higher order, for costs that are not small."""
+    """Seconds between checkpoints that take `blocking` each (Daly 2006, equation 37).
+
+    `between`: mean time between failures. For small costs it is Young's √(2 · blocking · between).
+    """
     if blocking >= 2 * between:
         return between
     ratio = blocking / (2 * between)
-    return young(blocking, between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocking
+    young = math.sqrt(2 * blocking * between)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocking
 
 
 def useful_share(interval: float, blocking: float, between: float, restart: float) -> float:
@@ -63,25 +53,21 @@ def useful_share(interval: float, blocking: float, between: float, restart: floa
     return interval / (between * math.exp(restart / between) * growth)
 
 
-def checkpoints(run: Run, step: float, cluster: Cluster) -> dict[str, Any]:
+def checkpoints(run: Run, step: float, args: argparse.Namespace) -> dict[str, Any]:
     """Sizes by kind in bytes, seconds to write, intervals and losses; `step` is an update's time.
 
     Blocking, the ranks wait for the write; in the background, for a copy to their hosts' memory.
     But such a checkpoint counts only when it is written: a failure then costs the time of the write
     as well, on top of half an interval and the restart.
     """
-    machine, trained = run.machine, run.trained
-    sizes = {
-        "weights (16 bits)": 2 * run.model.parameters,
-        "weights (fp32)": 4 * run.model.parameters,
-        "to resume (weights and AdamW, fp32)": 12 * trained,
-    }
+    machine, parameters, full = run.machine, run.model.parameters, 12 * run.trained
+    sizes = {"weights (16 bits)": 2 * parameters, "weights (fp32)": 4 * parameters}
+    sizes["to resume (weights and AdamW, fp32)"] = full
     if run.lora_r:
-        sizes = {"adapter": 4 * trained, "to resume (adapter and AdamW, fp32)": 12 * trained}
-    full = 12 * trained
-    write = full / (cluster.storage * machine.nodes)
-    snapshot = full / machine.gpus / cluster.snapshot  # every rank copies its part to host memory
-    between = cluster.mtbf * 3600 / machine.gpus
+        sizes = {"adapter": 4 * run.trained, "to resume (adapter and AdamW, fp32)": full}
+    write = full / (args.storage * machine.nodes)
+    snapshot = full / machine.gpus / args.snapshot  # every rank copies its part to host memory
+    between = args.mtbf * 3600 / machine.gpus
     ways = {}
     for name, blocking, behind in (("blocking", write, 0.0), ("background", snapshot, write)):
         interval = max(daly(blocking, between), behind, step)  # one write at a time
@@ -89,24 +75,28 @@ def checkpoints(run: Run, step: float, cluster: Cluster) -> dict[str, Any]:
             "blocking_seconds": blocking,
             "interval_seconds": interval,
             "interval_updates": max(1, round(interval / step)),
-            "loss_per_failure_seconds": interval / 2 + behind + cluster.restart,
-            "useful_share": useful_share(interval, blocking, between, behind + cluster.restart),
+            "loss_per_failure_seconds": interval / 2 + behind + args.restart,
+            "useful_share": useful_share(interval, blocking, between, behind + args.restart),
         }
     return {
-        "sizes": sizes, "write_seconds": write, "between_failures_seconds": between, "ways": ways,
-        "kept": cluster.keep, "stored_bytes": (cluster.keep + 1) * full,  # and the best one
-    }  # fmt: skip
+        "sizes": sizes,
+        "write_seconds": write,
+        "between_failures_seconds": between,
+        "ways": ways,
+        "kept": args.keep,
+        "stored_bytes": (args.keep + 1) * full,  # and the best one
+    }
 
 
-def faults(run: Run, gpus: int, step: float, cluster: Cluster) -> dict[str, float]:
+def faults(run: Run, gpus: int, step: float, args: argparse.Namespace) -> dict[str, float]:
     """The same run on `gpus` GPUs: slow ranks, failures, and what is left of the time."""
     there = dataclasses.replace(run, machine=run.machine.of_size(gpus))
-    saved = checkpoints(there, step, cluster)
+    saved = checkpoints(there, step, args)
     way = saved["ways"]["background"]
     spread = run.jitter / math.sqrt(run.accum)
     return {
         "gpus": gpus,
-        "slowdown": slowdown(gpus, spread, cluster.slow_share, cluster.slow_by),
+        "slowdown": slowdown(gpus, spread, args.slow_share, args.slow_by),
         "failures_per_day": 86400 / saved["between_failures_seconds"],
         "interval_seconds": way["interval_seconds"],
         "useful_share": way["useful_share"],

@@ -54,18 +54,17 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
 
 def flag_parser() -> argparse.ArgumentParser:
     """The command line; a default of None depends on the model, see `read.py`."""
-    parser = Parser(
-        prog="python -m labs.planner", usage="%(prog)s [flags]", allow_abbrev=False,
-        argument_default=None,
-        description="Memory, time, scaling and checkpoints of a run, before it is paid for. "
-        "Answers at once. Numbers may end in K, M, G, B or T, bytes in KB, MB, GB or TB.",
-    )  # fmt: skip
+    about = (
+        "Memory, time, scaling and checkpoints of a run, before it is paid for. Answers at once. "
+        "Numbers may end in K, M, G, B or T, bytes in KB, MB, GB or TB."
+    )
+    names = {"prog": "python -m labs.planner", "usage": "%(prog)s [flags]", "description": about}
+    parser = Parser(allow_abbrev=False, **names)
     count, part, positive = number(int, 1), number(float, 0, 1), number(float, 1e-3)
     ways = ("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp")
     groups = {
         "model": (
-            ("--model", ("tiny", "qwen", *MODELS), None, "tiny, qwen: the models of "
-             "llm_ddp_parallel_training.py (default: tiny)"),
+            ("--model", ("tiny", "qwen", *MODELS), None, "tiny (default), qwen: the reference's"),
             ("--params", number(float, 1e5, 1e14), None, "of a Llama-like model: 13e9 or 13B"),
             ("--d-model", count, None, "width, as the next five instead of the model's own"),
             ("--layers", count, None, "layers"),
@@ -73,8 +72,7 @@ def flag_parser() -> argparse.ArgumentParser:
             ("--kv-heads", count, None, "key-value heads"),
             ("--ffn", count, None, "feed-forward width"),
             ("--vocab", count, None, "vocabulary"),
-            ("--seq-len", number(int, 2), None, "tokens (default: tiny 64, qwen 256, gpt its own, "
-             "else 4096)"),
+            ("--seq-len", number(int, 2), None, "tokens (default: the model's own, else 4096)"),
             ("--lora-r", count, None, "train adapters of this rank instead of all (qwen: 8)"),
             ("--lora-targets", str, "q_proj,v_proj", "layers that get them"),
         ),
@@ -85,16 +83,14 @@ def flag_parser() -> argparse.ArgumentParser:
             ("--network", tuple(NETWORKS), None, "between nodes (default: what suits the GPU)"),
             ("--gpu-memory", number(float, 1e6), None, "instead of the GPU's own"),
             ("--peak", number(float, 1e6), None, "FLOP/s instead of the data sheet's"),
-            ("--share", number(float, 1e-3, 1), None, "of it that kernels of a very wide model "
-             "reach (default: a100 0.62, h100 0.50)"),
+            ("--share", number(float, 1e-3, 1), None, "of it that kernels of a wide model reach"),
         ),
         "run": (
             ("--data", number(float, 1), None, "bytes of training text"),
             ("--tokens", number(float, 1), None, "training tokens, instead of --data"),
             ("--bytes-per-token", number(float, 0.1, 100), None, "(default: 4, English; tiny 1)"),
             ("--epochs", positive, 1.0, "passes over the data"),
-            ("--batch-size", count, None, "sequences a rank and micro-batch (default: the fastest "
-             "that fits)"),
+            ("--batch-size", count, None, "of a micro-batch (default: the fastest that fits)"),
             ("--grad-accum", count, None, "micro-batches an update (default: by --global-batch)"),
             ("--global-batch", number(float, 1), 4e6, "tokens an update at most, as Llama 2"),
             ("--precision", ("auto", "fp32", "bf16", "fp16"), "auto", "of the matrix products"),
@@ -104,30 +100,26 @@ def flag_parser() -> argparse.ArgumentParser:
             ("--tensor", number(int, 1, 64), None, "ranks of a node that share every layer"),
             ("--sequence-parallel", ("on", "off"), "on", "tensor ranks also divide norms"),
             ("--pipeline", number(int, 1, 1024), None, "stages of layers"),
-            ("--chunks", number(int, 1, 128), None, "of layers on a pipeline rank; more than one: "
-             "interleaved schedule"),
+            ("--chunks", number(int, 1, 128), None, "of layers a stage; over 1: interleaved"),
             ("--dropout", number(float, 0, 0.99), 0.0, "its masks take memory"),
             ("--save-every", number(int, 0), 0, "on the cpu, the copy it writes takes memory"),
         ),
         "assumptions": (
             ("--price", number(float, 0), 2.0, "of a GPU-hour, in your currency"),
             ("--overlap", part, 0.8, "reached share of the overlap of communication and compute"),
-            ("--jitter", part, 0.02, "relative standard deviation of a GPU's time for a "
-             "micro-batch"),
+            ("--jitter", part, 0.02, "relative deviation of a GPU's time for a micro-batch"),
             ("--slow-share", part, 0.0002, "GPUs that are slow at a time"),
             ("--slow-by", number(float, 0, 100), 0.1, "by so much"),
             ("--mtbf", number(float, 1), 50_000.0, "hours between failures of one GPU; 419 in 54 "
              "days on 16,384 (Llama 3, section 3.3.4) are 50,700"),
             ("--restart", number(float, 0), 600.0, "seconds until the run goes on after a failure"),
-            ("--storage", number(float, 1e3), 1e9, "bytes/s that a node writes to checkpoints; "
-             "Llama 3 had 2 TB/s for 2,000 nodes"),
+            ("--storage", number(float, 1e3), 1e9, "bytes/s that a node writes to checkpoints"),
             ("--snapshot", number(float, 1e3), 5e9, "bytes/s from a rank to its host's memory"),
             ("--keep", count, 3, "checkpoints kept besides the best"),
             ("--read-rate", number(float, 1), 1e9, "bytes/s of training data a node can read"),
         ),
         "output": (
-            ("--all", bool, False, "list every layout that was looked at, not the best of each "
-             "kind"),
+            ("--all", bool, False, "list every layout, not the best of each kind"),
             ("--json", bool, False, "the plan for programs"),
             ("--picture", Path, None, "also draw memory by layout, replacing an old file"),
         ),
@@ -135,11 +127,10 @@ def flag_parser() -> argparse.ArgumentParser:
     for title, flags in groups.items():
         add = parser.add_argument_group(title).add_argument
         if title == "run":
-            add(
-                "--gradient-checkpointing", nargs="?", const="full", choices=CHECKPOINTING,
-                help="full: layers are computed twice; selective: all of a layer but products and "
-                "attention (default: the fastest that fits; tiny and qwen: none)",
-            )  # fmt: skip
+            again = "full: layers are computed twice; selective: all of a layer but products and "
+            again += "attention (default: the fastest that fits; tiny and qwen: none)"
+            options = {"nargs": "?", "const": "full", "choices": CHECKPOINTING}
+            add("--gradient-checkpointing", help=again, **options)
         for flag, kind, default, text in flags:
             if kind is bool:
                 add(flag, action="store_true", help=text)

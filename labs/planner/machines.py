@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-
-from labs.planner.models import PlanError
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +61,13 @@ NODE_LATENCY = 3e-6  # seconds, NVLink or PCIe inside a node
 REACHED = 0.8  # of a link's nominal rate; NCCL reaches about 235 of an A100's 300 GB/s in a node
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Equal nodes of equal GPUs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine(Gpu):
+    """Equal nodes of equal GPUs; here `link` is what a GPU reaches inside its node."""
 
     name: str
-    memory: float  # bytes a GPU
-    peak: float  # FLOP/s a GPU
-    share: float  # of the peak that a very wide model's kernels reach
-    flash: bool  # has flash attention, in 16 bits
-    half_width: int  # of a model whose kernels reach half of that share
     nodes: int
     gpus_per_node: int
-    link: float  # bytes/s that a GPU reaches inside its node
-    network: str
     node_rate: float  # bytes/s that a node's cards reach together
     latency: float  # seconds between nodes
 
@@ -100,24 +92,11 @@ class Machine:
         return self.share * width / (width + self.half_width)
 
 
-def machine_of(
-    name: str,
-    nodes: int,
-    gpus_per_node: int,
-    network: str | None = None,
-    memory: float | None = None,
-    peak: float | None = None,
-    share: float | None = None,
-) -> Machine:
-    """A machine by the names of GPU and network; what is not given is the GPU's own."""
-    gpu = GPUS[name]
-    network = network or gpu.network
-    if network not in NETWORKS:
-        raise PlanError(f"unknown network {network}; known: {', '.join(NETWORKS)}")
-    card = NETWORKS[network]
-    cards = gpus_per_node if card.cards_by_gpu else 1
-    return Machine(
-        name, memory or gpu.memory, peak or gpu.peak, share or gpu.share, gpu.flash,
-        gpu.half_width, nodes,
-        gpus_per_node, REACHED * gpu.link, network, REACHED * card.card * cards, card.latency,
-    )  # fmt: skip
+def machine_of(name: str, nodes: int, gpus_per_node: int, **instead: Any) -> Machine:
+    """A machine by the name of its GPU; `instead` are values for the GPU's own, or None."""
+    values = dataclasses.asdict(GPUS[name]) | {k: v for k, v in instead.items() if v}
+    values["link"] *= REACHED
+    card = NETWORKS[values["network"]]
+    rate = REACHED * card.card * (gpus_per_node if card.cards_by_gpu else 1)
+    shape = {"name": name, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    return Machine(**values, **shape, node_rate=rate, latency=card.latency)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from labs.planner.runs import DIVIDED, Layout, Run
@@ -12,8 +11,7 @@ def state_bytes(parameters: int, trained: int, run: Run, layout: Layout) -> dict
     """What a rank holds between two steps, of `parameters` of which `trained` are trained.
 
     Trained weights, their gradients and AdamW's two means are fp32: 4 + 4 + 8 bytes (Rajbhandari
-    et al. 2020, ZeRO, section 3.1 has the same 16 in another order). Frozen weights have the
-    precision of the matrix products. FSDP divides the first dimension; a remainder is padding.
+    et al. 2020, ZeRO, section 3.1). Frozen weights have the precision of the matrix products.
     """
     divided = DIVIDED[layout.kind]
     if layout.kind == "zero1" and not run.mixed:  # there are no 16-bit weights to compute with
@@ -33,11 +31,10 @@ def state_bytes(parameters: int, trained: int, run: Run, layout: Layout) -> dict
 def copies_bytes(parameters: int, run: Run, layout: Layout) -> int:
     """Weights that exist a second time during a step, and buffers of the communication.
 
-    ddp, zero1: a 16-bit copy of all trained weights; DDP's buckets are the gradients themselves
-    (gradient_as_bucket_view). zero2 keeps all weights gathered from forward to backward. fsdp
-    gathers layer by layer: two of them (one computes, the next arrives), embedding and head
-    throughout, and one layer's whole gradient before it is scattered (Zhao et al. 2023, PyTorch
-    FSDP, sections 3.2 and 3.3).
+    ddp, zero1: a 16-bit copy of all trained weights; DDP's buckets are the gradients themselves.
+    zero2 keeps all weights gathered. fsdp gathers layer by layer: two of them (one computes, the
+    next arrives), embedding and head throughout, and one layer's whole gradient before it is
+    scattered (Zhao et al. 2023, PyTorch FSDP, sections 3.2 and 3.3).
     """
     if layout.kind in ("ddp", "zero1") or layout.shard == 1:
         return 2 * parameters if run.mixed and not run.lora_r else 0
@@ -52,13 +49,10 @@ def copies_bytes(parameters: int, run: Run, layout: Layout) -> int:
 def layer_values(run: Run, layout: Layout) -> tuple[float, float]:
     """Values a token that a layer keeps for the backward pass: (all, what checkpointing keeps).
 
-    Attention without its score matrix (Dao et al. 2022). Outside the divided products: 4 · width,
-    the inputs of the two norms and what they return. Inside: 2 · width + 2 · key-value width for q,
-    k, v and the attention's output, and 2 or (gated) 4 feed-forward widths. For a plain Transformer
-    of 16-bit values that is 32 bytes · width, the 34 of Korthikanti et al. 2022 (equation 1) less
-    their dropout masks. Tensor ranks divide the inside, with sequence parallelism both (their
-    equations 2 and 4). Full checkpointing keeps a layer's input. Selective checkpointing keeps the
-    input and what products and attention return, and computes norms and activations again.
+    As Korthikanti et al. 2022, equations 1, 2 and 4, without the score matrix (Dao et al. 2022).
+    Outside the products that tensor ranks divide: the inputs of two norms and what they return;
+    inside: q, k, v, the attention's output, and 2 or (gated) 4 feed-forward widths. Full
+    checkpointing keeps a layer's input; selective also what products and attention return.
     """
     m = run.model
     qkv = m.width + 2 * m.kv_width + (2 * m.width if run.repeats_keys else 0)
@@ -85,83 +79,50 @@ def layer_values(run: Run, layout: Layout) -> tuple[float, float]:
     return everything, min(everything, kept[layout.checkpointing])
 
 
-def in_flight(run: Run, layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in units of all its layers.
-
-    1F1B: one for each stage from it to the end; interleaved, (p − 1)/chunks more (Narayanan et al.
-    2021, section 2.2; Korthikanti et al. 2022, appendix B).
-    """
-    deep = float(layout.pipeline - stage)
-    if layout.chunks > 1:
-        deep += (layout.pipeline - 1) / layout.chunks
-    return min(deep, float(run.accum))
-
-
 def activation_bytes(run: Run, layout: Layout, stage: int = 0) -> tuple[int, int]:
     """(kept for the backward pass by the layers, needed around the loss), in bytes.
 
-    With checkpointing, one layer at a time has everything. Around the loss: the last norm's input
-    and output, and three fp32 values a logit at once: the log-softmax, its gradient, and the
-    logits' gradient. LoRA, as llm_ddp_parallel_training.py trains it, never holds more than 256
-    rows of logits: in fp32, and between two products of 16 bits.
+    A 1F1B stage holds a micro-batch for each stage from it to the end; interleaved, (p − 1)/chunks
+    more (Narayanan et al. 2021, section 2.2). With checkpointing, one layer at a time has
+    everything. Around the loss: the last norm's input and output, and three fp32 values a logit.
+    LoRA, as the reference trains it, never holds more than 256 rows of logits.
     """
     m = run.model
     everything, kept = layer_values(run, layout)
-    values = kept * m.stage_layers(layout.pipeline, stage) * in_flight(run, layout, stage)
-    values += everything - kept
+    in_flight = float(layout.pipeline - stage)
+    if layout.chunks > 1:
+        in_flight += (layout.pipeline - 1) / layout.chunks
+    in_flight = min(in_flight, float(run.accum))
+    values = kept * m.stage_layers(layout.pipeline, stage) * in_flight + (everything - kept)
     loss = 0
     if stage == layout.pipeline - 1:
         loss = run.tokens * (run.width * 2 * m.width + 4 * 3 * m.vocab // layout.tensor)
-    if run.lora_r:
+    if run.lora_r:  # in fp32, and between two products of 16 bits
         loss = (4 if run.width == 4 else 2 + 4 + 2) * 256 * m.vocab
     return math.ceil(run.width * run.tokens * values), loss
-
-
-def on_the_host(run: Run, kept: int) -> tuple[int, int]:
-    """(lost between blocks of the heap, a copy of the state for checkpoints) in CPU training.
-
-    The C library's heap loses about 0.3 of what is kept between its blocks (measured with glibc
-    2.36: 0.24 to 0.39).
-    """
-    if run.machine.name != "cpu":
-        return 0, 0
-    return 3 * kept // 10, 12 * run.trained if run.saving else 0
 
 
 def memory(run: Run, layout: Layout) -> dict[str, int]:
     """Peak bytes on the fullest rank, by what holds them; `total` is their sum.
 
     One process without accumulation never has all gradients and all activations at once: the
-    backward pass frees the one while it makes the other. `reused` takes that off.
+    backward pass frees the one while it makes the other. `reused` takes that off. On the CPU the C
+    library's heap loses about 0.3 of what is kept (measured with glibc 2.36: 0.24 to 0.39).
     """
     fullest: dict[str, int] = {"total": -1}
     layers = [run.model.stage_layers(layout.pipeline, s) for s in range(layout.pipeline)]
+    host = run.machine.name == "cpu"
     # Of stages with equal layers the first holds most, but for embedding and head.
     for stage in {0, layers.index(max(layers)), layout.pipeline - 1}:
         own = run.model.part(layout.tensor, layout.pipeline, stage)
-        trained = run.trained if run.lora_r else own
-        parts = state_bytes(own, trained, run, layout)
+        parts = state_bytes(own, run.trained if run.lora_r else own, run, layout)
         parts["copies"] = copies_bytes(own, run, layout)
         parts["activations"], parts["loss"] = activation_bytes(run, layout, stage)
         kept = parts["activations"] + (0 if run.lora_r else parts["loss"])
         alone = layout.gpus == 1 and run.accum == 1
         parts["reused"] = -min(parts["gradients"], kept) if alone else 0
-        parts["heap"], parts["saving"] = on_the_host(run, kept)
+        parts["heap"] = 3 * kept // 10 if host else 0
+        parts["saving"] = 12 * run.trained if host and run.saving else 0  # what is being written
         parts["total"] = sum(parts.values())
         fullest = max(fullest, parts, key=lambda parts: parts["total"])
     return fullest
-
-
-def largest_batch(run: Run, layout: Layout, limit: int = 1 << 16) -> int:
-    """The largest micro-batch, in sequences, that fits a GPU; 0 if not even one does."""
-
-    def fits(batch: int) -> bool:
-        return memory(dataclasses.replace(run, batch=batch), layout)["total"] <= run.machine.memory
-
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return min(low, limit)

@@ -93,10 +93,8 @@ def tiny_model(width: int, layers: int, heads: int, seq_len: int) -> Model:
 
 def gpt(name: str, layers: int, width: int, heads: int, vocab: int, positions: int) -> Model:
     """GPT-2's layout: LayerNorm and biases, learned positions, the head tied to the embedding."""
-    return Model(
-        name, layers, width, heads, heads, 4 * width, vocab,
-        gated=False, tied=True, positions=positions, biases="all",
-    )  # fmt: skip
+    kind = {"gated": False, "tied": True, "positions": positions, "biases": "all"}
+    return Model(name, layers, width, heads, heads, 4 * width, vocab, **kind)
 
 
 MODELS = {  # shapes as in the models' public config files; gpt-*: Narayanan et al. 2021, table 1

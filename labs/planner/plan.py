@@ -9,21 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from labs.planner.choose import Candidate, choose
-from labs.planner.faults import Cluster, checkpoints, faults
-from labs.planner.memory import largest_batch
+from labs.planner.faults import checkpoints, faults
 from labs.planner.read import read_run
-from labs.planner.scaling import scaling
-from labs.planner.time import flops_per_token
+from labs.planner.time import flops_per_token, scaling
 
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """The plan for the flags. Raises `PlanError` for a question that makes no sense."""
     best, seen = choose(read_run(args), args)
     run, layout, machine, m = best.run, best.layout, best.run.machine, best.run.model
-    cluster = Cluster(
-        args.mtbf, args.restart, args.storage, args.snapshot, args.keep, args.slow_share,
-        args.slow_by,
-    )  # fmt: skip
     shown = seen if args.all else best_of_each_way(best, seen)
     a_gpu = best.tokens_per_second / machine.gpus
     plan: dict[str, Any] = {
@@ -36,7 +30,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "batch": {
             "sequences": run.batch, "seq_len": run.seq_len, "accumulation": run.accum,
             "update_sequences": run.batch * run.accum * layout.data,
-            "update_tokens": best.update_tokens, "largest": largest_batch(run, layout),
+            "update_tokens": best.update_tokens,
         },
         "memory": best.memory,
         "layouts": [alternative(one, best) for one in shown],
@@ -49,7 +43,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
         "model_flops": flops_per_token(run) * a_gpu,
         "hardware_flops": flops_per_token(run, layout.checkpointing) * a_gpu,
         "share_of_peak": flops_per_token(run) * a_gpu / machine.peak,
-        "checkpoints": checkpoints(run, best.step["total"], cluster),
+        "checkpoints": checkpoints(run, best.step["total"], args),
     }  # fmt: skip
     if args.tokens or args.data:
         useful = plan["checkpoints"]["ways"]["background"]["useful_share"]
@@ -57,7 +51,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     if machine.name != "cpu":
         plan["scaling"] = scaling(run, layout)
         sizes = sorted({machine.gpus, 1024, 4096, 16384})
-        plan["faults"] = [faults(run, gpus, best.step["total"], cluster) for gpus in sizes]
+        plan["faults"] = [faults(run, gpus, best.step["total"], args) for gpus in sizes]
     return plan
 
 
@@ -102,9 +96,7 @@ def alternative(one: Candidate, best: Candidate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def data_and_time(
-    best: Candidate, useful: float, args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def data_and_time(best: Candidate, useful: float, args: argparse.Namespace) -> dict[str, dict]:
     """How the data is divided, and how long all of it takes.
 
     Tensor and pipeline ranks of a replica read the same; a node reads for the replicas on it.

@@ -63,10 +63,9 @@ def read_run(args: argparse.Namespace) -> Run:
         raise PlanError(f"--chunks {args.chunks}: there are not so many layers on a pipeline rank")
 
     name = args.gpu or ("cpu" if args.exact else "a100-80gb")
-    machine = machine_of(
-        name, args.nodes, args.gpus_per_node or (1 if args.exact else 8), args.network,
-        args.gpu_memory, args.peak, args.share,
-    )  # fmt: skip
+    instead = {n: getattr(args, n) for n in ("network", "peak", "share")}
+    per_node = args.gpus_per_node or (1 if args.exact else 8)
+    machine = machine_of(name, args.nodes, per_node, memory=args.gpu_memory, **instead)
     mixed = args.precision in ("bf16", "fp16") or (args.precision == "auto" and name != "cpu")
     mixed = mixed and args.model != "tiny"  # whose activations count in fp32
     targets = tuple(part.strip() for part in args.lora_targets.split(",") if part.strip())
@@ -77,8 +76,7 @@ def read_run(args: argparse.Namespace) -> Run:
             "--strategy hsdp divides a replica among the GPUs of a node and copies it across "
             "nodes: give more than one of both"
         )
-    return Run(
-        model, machine, args.seq_len, batch=1, mixed=mixed, lora_r=args.lora_r,
-        lora_targets=targets, dropout=args.dropout > 0, saving=args.save_every > 0,
-        jitter=args.jitter, overlap=args.overlap, read_rate=args.read_rate,
-    )  # fmt: skip
+    given = {name: getattr(args, name) for name in ("lora_r", "jitter", "overlap", "read_rate")}
+    given |= {"mixed": mixed, "lora_targets": targets}
+    given |= {"dropout": args.dropout > 0, "saving": args.save_every > 0}
+    return Run(model, machine, args.seq_len, batch=1, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from labs.planner.faults import expected_slowest
@@ -12,10 +13,9 @@ from labs.planner.runs import Layout, Run
 def forward_flops(run: Run) -> tuple[float, float]:
     """FLOPs a token in the forward pass: (of the layers, of the head).
 
-    2 per parameter in a matrix product (Kaplan et al. 2020, section 2.1); an embedding is looked
-    up, not multiplied. Attention adds 4 · layers · width · seq_len (Chowdhery et al. 2022, PaLM,
-    appendix B). A causal kernel computes half of that, at about half the rate of the products, so
-    the whole stands for its time; published shares of the peak count it in this way as well.
+    2 per parameter in a matrix product (Kaplan et al. 2020, section 2.1), plus attention's
+    4 · layers · width · seq_len (Chowdhery et al. 2022, PaLM, appendix B): a causal kernel computes
+    half of that, at about half the rate of the products.
     """
     m = run.model
     products = 2 * m.layers * m.matrices + (2 * run.trained if run.lora_r else 0)
@@ -23,10 +23,9 @@ def forward_flops(run: Run) -> tuple[float, float]:
 
 
 def flops_per_token(run: Run, checkpointing: str = "none") -> float:
-    """FLOPs a token of forward and backward: three times the forward pass.
+    """FLOPs a token of forward and backward: three times the forward pass; twice if frozen (LoRA).
 
-    Frozen weights (LoRA) need no gradient: twice. Full checkpointing computes the forward pass of
-    the layers again; selective checkpointing no product.
+    Full checkpointing computes the forward pass of the layers again; selective no product.
     """
     layers, head = forward_flops(run)
     total = 3 * (layers + head)
@@ -37,13 +36,10 @@ def flops_per_token(run: Run, checkpointing: str = "none") -> float:
 
 
 def compute_seconds(run: Run, layout: Layout) -> float:
-    """Of a micro-batch on one rank.
-
-    Selective checkpointing computes again what is not a product, see `Machine.kernel_share`.
-    """
+    """Of a micro-batch on one rank."""
     m = run.model
     flops = flops_per_token(run, layout.checkpointing)
-    if layout.checkpointing == "selective":
+    if layout.checkpointing == "selective":  # what is no product again, see `kernel_share`
         half = run.machine.half_width
         flops += forward_flops(run)[0] * half / (m.width + half)
     rate = run.machine.peak * run.machine.kernel_share(m.width)
@@ -55,12 +51,11 @@ def gather_seconds(
 ) -> float:
     """Seconds until each of `ranks` holds all `size` bytes, of which it had its share.
 
-    A reduce-scatter takes as long, an all-reduce is one of each. `stride` is the distance between
+    A reduce-scatter takes as long, an all-reduce is one of each. `stride`: the distance between
     neighbours of the group, in ranks; groups that work at the same time share their nodes' cards.
-    The better of two ways: one ring through all ranks, where each sends (n−1)/n of the bytes over
-    the slowest link (Patarasuk and Yuan 2009); or a ring in each node and recursive doubling
-    between nodes, log2(nodes) hops (Thakur et al. 2005). `calls`: into how many messages the bytes
-    are divided; each pays the latency.
+    `calls`: into how many messages the bytes are divided. The better of two ways: one ring through
+    all ranks (Patarasuk and Yuan 2009); or a ring in each node and recursive doubling between
+    nodes, log2(nodes) hops (Thakur et al. 2005).
     """
     if ranks == 1:
         return 0.0
@@ -80,11 +75,11 @@ def gather_seconds(
 def data_parallel_seconds(run: Run, layout: Layout, compute: float) -> tuple[float, float]:
     """(all, exposed) seconds of the communication among data-parallel ranks, in an update.
 
-    `compute` is that of one micro-batch. DDP all-reduces gradients during the backward pass, two
-    thirds of it, of the last micro-batch. ZeRO-1 scatters them instead, and gathers the updated
-    16-bit weights during the next forward pass. FSDP gathers weights for forward and backward
-    (zero2: once for both) and scatters gradients in every micro-batch; in a hybrid the replicas
-    then all-reduce their shards. At least one piece, a bucket or a layer, stays exposed.
+    `compute` is that of one micro-batch. DDP all-reduces gradients during the last backward pass,
+    two thirds of it. ZeRO-1 scatters them instead, and gathers the updated 16-bit weights during
+    the next forward pass. FSDP gathers weights for forward and backward (zero2: once for both) and
+    scatters gradients in every micro-batch; in a hybrid the replicas then all-reduce their shards.
+    At least one piece, a bucket or a layer, stays exposed.
     """
     m, machine, stride = run.model, run.machine, layout.tensor
     own = m.part(layout.tensor, layout.pipeline)
@@ -147,3 +142,38 @@ def step_seconds(run: Run, layout: Layout) -> dict[str, float]:
     parts["total"] = sum(parts.values())
     parts["communication"] = total + run.accum * tensor + pipeline
     return parts
+
+
+def resized(layout: Layout, gpus: int) -> Layout:
+    """The same way of dividing on another number of GPUs."""
+    data = max(1, gpus // (layout.tensor * layout.pipeline))
+    whole = layout.shard == layout.data
+    shard = data if whole else min(layout.shard, data)
+    return dataclasses.replace(layout, data=data, shard=shard)
+
+
+def efficiency(run: Run, layout: Layout, gpus: int, strong: bool = False) -> float:
+    """Tokens a second and GPU, as a share of what computing alone would give.
+
+    Weak scaling keeps the batch of a GPU, strong scaling the global one; 0 if there are more ranks
+    than sequences.
+    """
+    there = resized(layout, gpus)
+    if strong:
+        sequences = run.batch * run.accum * layout.data // there.data
+        if not sequences:
+            return 0.0
+        batch = min(run.batch, sequences)
+        run = dataclasses.replace(run, batch=batch, accum=max(1, round(sequences / batch)))
+    parts = step_seconds(dataclasses.replace(run, machine=run.machine.of_size(gpus)), there)
+    return parts["compute"] / parts["total"]
+
+
+def scaling(run: Run, layout: Layout) -> list[dict[str, float]]:
+    """Efficiency by number of GPUs."""
+    sizes = sorted({1, 8, 16, 32, 128, 1024, 4096, layout.gpus})
+    found = []
+    for n in (n for n in sizes if n >= layout.tensor * layout.pipeline):
+        weak, strong = efficiency(run, layout, n), efficiency(run, layout, n, strong=True)
+        found.append({"gpus": n, "weak": weak, "strong": strong})
+    return found

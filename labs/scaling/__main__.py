@@ -1,4 +1,4 @@
-"""What more ranks bring on this machine: measured scaling, and what follows from it for more.
+"""What more ranks bring on this machine: measured scaling.
 
     python -m labs.scaling --ranks 1,2
     python -m labs.scaling --ranks 1,2,4 --d-model 128 --layers 4 --batch-size 16
@@ -13,8 +13,7 @@ what is timed is its own step, batches included; not the log, not the checkpoint
     no_sync          the same steps without the all-reduce of gradients: what that costs
 
 It takes about 40 s and writes scaling.csv and scaling.png to runs/scaling-<date>-<time>, or to
---output-dir. team.py says what is measured in which order, rank.py does it; measured.py
-makes figures of it, model.py the prediction.
+--output-dir. team.py measures, measured.py makes figures of it, report.py tells them.
 """
 
 from __future__ import annotations
@@ -30,17 +29,9 @@ if not __package__:  # started by its path: the project is two folders above
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from labs.scaling.measured import by_block, row_of
-from labs.scaling.model import Prediction
-from labs.scaling.rank import BLOCK_S
-from labs.scaling.report import as_table, conclusion, draw, forecast, write_csv
-from labs.scaling.team import plan, take_turns
-from labs.shared.flags import (
-    BETWEEN_UPDATES,
-    flag,
-    read_flags,
-    refuse_launcher,
-    results_folder,
-)
+from labs.scaling.report import as_table, conclusion, draw, write_csv
+from labs.scaling.team import BLOCK_S, plan, take_turns
+from labs.shared.flags import BETWEEN_UPDATES, flag, read_flags, refuse_launcher, results_folder
 from labs.shared.plot import require_matplotlib
 from labs.shared.ranks import new_store, run_ranks
 from labs.shared.report import counted, paragraph, show
@@ -74,17 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{counted(options.rounds, 'round')}: about {about:.0f} s"
         )
         turns = new_store()
-        results = run_ranks(
-            take_turns, teams, (turns.port, flags, blocks, options.rounds),
-            seconds=600 + 20 * about, modules=["labs.scaling.team", "torch._dynamo"],
-        )  # fmt: skip
+        how = {"seconds": 600 + 20 * about, "modules": ["labs.scaling.team", "torch._dynamo"]}
+        results = run_ranks(take_turns, teams, (turns.port, flags, blocks, options.rounds), **how)
         measured = by_block(blocks, results)
-        rows = [row_of(what, ranks, measured) for what, ranks in measured if what != "link"]
+        rows = [row_of(what, ranks, measured) for what, ranks in measured]
         show(f"\n{as_table(rows)}\n")
         write_csv(rows, folder / "scaling.csv")
         draw(rows, folder / "scaling.png")
-        if most > 1:
-            show(forecast(Prediction(measured, most, results[0]["bytes"]), rows) + "\n")
         show(f"written to {folder}: {' '.join(OUTPUTS)}")
         said = conclusion(rows, most, cores) if most > 1 else "One rank has nothing to scale to."
         show("\n" + paragraph(said))
@@ -92,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:
     """The lab's own options, what the reference's flags mean, and those flags."""
-    options, settings, flags = read_flags(
-        Options, argv, LAB, "Measure what more ranks bring on this machine.", BETWEEN_UPDATES
-    )
+    about = "Measure what more ranks bring on this machine."
+    options, settings, flags = read_flags(Options, argv, LAB, about, BETWEEN_UPDATES)
     if not {"--builtin", "--corpus-file"} & {flag.partition("=")[0] for flag in flags}:
         # Full windows: every step has the same work.
         _, settings, flags = read_flags(Options, ["--builtin", "python-docs", *flags], LAB, "")

@@ -1,8 +1,4 @@
-"""What was measured, as figures: speeds, and what several ranks lose.
-
-Ratios are formed within a round, in which everything had its turn within seconds, and the figures
-are medians over the rounds.
-"""
+"""What was measured, as figures: speeds, and what several ranks lose."""
 
 from __future__ import annotations
 
@@ -22,41 +18,32 @@ class Measured:
 
     def speeds(self) -> np.ndarray:
         """Tokens per second of all ranks together, of each round."""
-        return np.array([sum(r["tokens"] / sum(r["seconds"]) for r in ranks)
-                         for ranks in self.rounds])  # fmt: skip
-
-    def step_seconds(self) -> np.ndarray:
-        """Mean duration of a step over the ranks, of each round."""
-        return self.durations().mean(axis=(1, 2))
+        return np.array([sum(r["tokens"] / sum(r["seconds"]) for r in one) for one in self.rounds])
 
     def durations(self) -> np.ndarray:
         """Every step: [rounds, ranks, steps]."""
         return np.array([[r["seconds"] for r in ranks] for ranks in self.rounds])
 
-    def messages(self) -> list[tuple[int, int, float]]:
-        """Of a "link": (ranks, bytes, median seconds) of each size.
-
-        Ranks begin at one time and leave when they have it: the slowest is the duration.
-        """
-        return [
-            (self.block.ranks, size, float(np.median([
-                seconds for ranks in self.rounds for seconds in np.max([r[size] for r in ranks], 0)
-            ])))
-            for size in self.rounds[0][0]
-        ]  # fmt: skip
+    def step_seconds(self) -> np.ndarray:
+        """Mean duration of a step over the ranks, of each round."""
+        return self.durations().mean(axis=(1, 2))
 
 
 def by_block(blocks: Sequence[Block], results: Sequence[dict]) -> dict[tuple, Measured]:
     """Measurements by (what, ranks), from what the ranks of all teams returned, in any order."""
     measured = {}
     for block in blocks:
-        ranks = [result["found"][block] for result in results if block in result["found"]]
+        ranks = [found[block] for found in results if block in found]
         measured[block.what, block.ranks] = Measured(block, list(zip(*ranks)))
     return measured
 
 
 def row_of(what: str, ranks: int, measured: dict[tuple, Measured]) -> dict[str, Any]:
-    """A row of scaling.csv. Shares and ratios are medians of those of each round."""
+    """A row of scaling.csv.
+
+    Ratios are formed within a round, in which everything had its turn within seconds; the figures
+    are medians over the rounds.
+    """
     own = measured[what, ranks]
     speeds, one = own.speeds(), measured["strong" if what == "strong" else "weak", 1].speeds()
     speedup = np.median(speeds / one)
@@ -70,13 +57,9 @@ def row_of(what: str, ranks: int, measured: dict[tuple, Measured]) -> dict[str, 
     if ("all cores", 1) in measured:
         row["of_all_cores"] = np.median(speeds / measured["all cores", 1].speeds())
     if what == "weak" and ranks > 1:
-        full = own.step_seconds()
-        alone = measured["independent", ranks]
+        full, alone = own.step_seconds(), measured["independent", ranks]
         unsynchronized = measured["no_sync", ranks].step_seconds()
         row["of_independent"] = np.median(speeds / alone.speeds())
         row["waiting_share"] = np.median((unsynchronized - alone.step_seconds()) / full)
         row["all_reduce_share"] = np.median(1 - unsynchronized / full)
-        # Alone nobody waits: how much longer a step of the slowest takes than of the average rank.
-        durations = alone.durations()
-        row["jitter"] = np.mean(durations.max(axis=1) / durations.mean(axis=1) - 1)
     return {key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()}

@@ -8,12 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from labs.scaling.model import Prediction
 from labs.shared.plot import new_figure, save_figure
 from labs.shared.report import counted, paragraph, table
-from llm_ddp_parallel_training import write_file
+from llm_ddp_parallel_training import write_whole
 
 COLUMNS = {  # of the table: names in scaling.csv, and how they are written
     "ranks": ("ranks", ""), "batch": ("batch_per_rank", ""),
@@ -45,35 +42,12 @@ def as_table(rows: list[dict]) -> str:
     return f"{table(lines, ['', *COLUMNS])}\n{paragraph(LEGEND)}"
 
 
-def forecast(prediction: Prediction, rows: list[dict]) -> str:
-    """The prediction as a table, with its assumptions."""
-    latency, bandwidth = prediction.link
-    speed = f"{bandwidth / 1e9:.2f} GB/s" if bandwidth < math.inf else "any bandwidth"
-    known = {row["ranks"]: row for row in rows if row["scaling"] == "weak"}
-    lines = [
-        [n, f"{1e3 * prediction.step(n):.1f}", f"{prediction.efficiency(n):.0%}",
-         f"{n * prediction.efficiency(n):.2f}",
-         f"(measured: {known[n]['step_ms']:.1f} ms)" if n in known else ""]
-        for n in [prediction.ranks, *prediction.numbers()]
-    ]  # fmt: skip
-    assumed = paragraph(
-        "Prediction for weak scaling, if every rank had cores and memory of its own, as fast as "
-        "one rank's share here; if the link were like this machine's, "
-        f"{1e3 * latency:.2f} ms a message and {speed}; if {1e3 * prediction.hidden:.1f} ms of the "
-        f"all-reduce of {prediction.size / 1e6:.2f} MB hid behind the backward pass, as here; and "
-        "if ranks were as uneven as here:"
-    )  # fmt: skip
-    return assumed + "\n" + table(lines, ["ranks", "step ms", "efficiency", "speedup", ""], ">>>><")
-
-
-def verdict(rows: list[dict], ranks: int) -> tuple[str, float]:
+def verdict(weak: dict) -> tuple[str, float]:
     """Whether DDP on so many ranks pays here, and how many times as fast it is as the alternative.
 
     The alternative is one process, with the cores of all ranks where there are more than its own.
     """
-    by = {(row["scaling"], row["ranks"]): row for row in rows}
-    gain = min(by["weak", ranks][key] for key in ("speedup", "of_all_cores")
-               if key in by["weak", ranks])  # fmt: skip
+    gain = min(weak["speedup"], weak.get("of_all_cores", math.inf))
     if gain > 1.05:
         return "is worth it here", gain
     return ("makes no difference here" if gain > 0.95 else "does not pay here"), gain
@@ -83,8 +57,8 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
     """What DDP brings and costs here, in plain words."""
     by = {(row["scaling"], row["ranks"]): row for row in rows}
     weak, machine = by["weak", ranks], by["independent", ranks]["efficiency"]
-    better, _ = verdict(rows, ranks)
-    text = f"DDP on {ranks} ranks {better}: {weak['speedup']:.2f} times as fast as one rank alone"
+    text = f"DDP on {ranks} ranks {verdict(weak)[0]}: {weak['speedup']:.2f} times as fast as one "
+    text += "rank alone"
     if "of_all_cores" in weak:
         text += f", and {weak['of_all_cores']:.2f} times as fast as one process with all threads"
     text += (
@@ -92,13 +66,13 @@ def conclusion(rows: list[dict], ranks: int, cores: int) -> str:
         f"{ranks} processes that know nothing of each other reach {machine:.0%} of {ranks} times "
         f"one, and of that DDP keeps {weak['of_independent']:.0%}."
     )
-    if ranks * weak["threads_per_rank"] > cores:
-        text += " With more ranks than cores, ranks also take turns."
     if busy := noise(rows):
         text += (
             f" The machine was busy with other things: rounds differ by up to {busy:.1f} times, so "
             "do not read much into these figures."
         )
+    elif ranks * weak["threads_per_rank"] > cores:
+        text += " With more ranks than cores, ranks also take turns."
     return text
 
 
@@ -112,57 +86,55 @@ def draw(rows: list[dict], path: Path) -> None:
     """Is DDP worth it here? Speeds as bars, and what a step consists of."""
     by = {(row["scaling"], row["ranks"]): row for row in rows}
     ranks = sorted({n for what, n in by if what == "weak"})
-    figure = new_figure(12, 1.6 + 0.55 * (3 * len(ranks)))
+    figure = new_figure(12, 2.6 + 0.8 * len(ranks))
     speed, parts = figure.subplots(1, 2, width_ratios=(3, 2))
     if ranks[-1] > 1:
-        better, gain = verdict(rows, ranks[-1])
+        better, gain = verdict(by["weak", ranks[-1]])
         doubt = " (but the machine was busy)" if noise(rows) else ""
-        figure.suptitle(
-            f"DDP on {ranks[-1]} ranks {better}: {gain:.2f} times one process{doubt}", fontsize=15
-        )
+        title = f"DDP on {ranks[-1]} ranks {better}: {gain:.2f} times the best single process"
+        figure.suptitle(title + doubt, fontsize=15)
     draw_speed(speed, by, ranks)
-    draw_parts(parts, by, ranks)
+    draw_parts(parts, [by["weak", n] for n in ranks])
     save_figure(figure, path)
 
 
 def draw_speed(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
     """Tokens per second of each way to use the machine, slowest and fastest round as a line."""
-    bars = [("one process", by["weak", 1], "lightgray")]
-    if ("all cores", 1) in by:
-        row = by["all cores", 1]
-        bars.append((f"one process,\n{row['threads_per_rank']} threads", row, "lightgray"))
+    bars = []
+    for row in (by[key] for key in (("weak", 1), ("all cores", 1)) if key in by):
+        bars.append(
+            (f"one process, {counted(row['threads_per_rank'], 'thread')}", row, "lightgray")
+        )
     for n in ranks[1:]:
         bars.append((f"DDP, {n} ranks", by["weak", n], "cornflowerblue"))
-        bars.append((f"{n} independent\nprocesses", by["independent", n], "lightsteelblue"))
+        bars.append((f"{n} independent processes", by["independent", n], "aliceblue"))
     for place, (_, row, color) in enumerate(bars):
         middle = row["tokens_per_second"]
         error = [[middle - row["slowest_round"]], [row["fastest_round"] - middle]]
-        axes.barh(place, middle, 0.7, color=color, xerr=error, ecolor="dimgray")
-        axes.text(0, place, f" {middle:,.0f}", va="center", color="black")
-    axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
+        look = {"color": color, "edgecolor": "dimgray", "ecolor": "dimgray"}
+        axes.barh(place, middle, 0.7, xerr=error, **look)
+    names = [f"{name}\n{row['tokens_per_second']:,.0f}" for name, row, _ in bars]
+    axes.set_yticks(range(len(bars)), names)
     axes.invert_yaxis()
     axes.set(xlabel="tokens/s", title="Speed; independent processes are the most this machine has")
     axes.grid(axis="x", alpha=0.3)
 
 
-def draw_parts(axes: Any, by: dict[tuple, dict], ranks: list[int]) -> None:
-    """Stacked milliseconds of a step under weak scaling, a bar for each number of ranks."""
-    rows = [by["weak", n] for n in ranks]
-    full = np.array([row["step_ms"] for row in rows])
+def draw_parts(axes: Any, weak: list[dict]) -> None:
+    """Stacked milliseconds of a step, a bar for each number of ranks."""
+    names, bottom = [counted(row["ranks"], "rank") for row in weak], [0.0] * len(weak)
+    parts = {
+        "waiting, sum of losses": "waiting_share",
+        "all-reduce of gradients": "all_reduce_share",
+    }
     # A share that noise made negative is not seen.
-    waiting, gradients = (
-        full * [max(row.get(key, 0.0), 0.0) for row in rows]
-        for key in ("waiting_share", "all_reduce_share")
-    )
-    bottom = np.zeros(len(ranks))
-    for label, heights, color in (
-        ("own work", full - waiting - gradients, "lightsteelblue"),
-        ("waiting, sum of losses", waiting, "tab:orange"),
-        ("all-reduce of gradients", gradients, "tab:red"),
-    ):
-        names = [counted(n, "rank") for n in ranks]
-        axes.bar(names, heights, bottom=bottom, label=label, width=0.5, color=color)
-        bottom += heights
+    shares = {name: [max(row.get(key, 0.0), 0.0) for row in weak] for name, key in parts.items()}
+    own = [1 - sum(added) for added in zip(*shares.values())]
+    colors = ("lightsteelblue", "tab:orange", "tab:red")
+    for color, (name, part) in zip(colors, {"own work": own, **shares}.items()):
+        heights = [row["step_ms"] * share for row, share in zip(weak, part)]
+        axes.bar(names, heights, bottom=bottom, label=name, width=0.5, color=color)
+        bottom = [a + b for a, b in zip(bottom, heights)]
     axes.set(ylabel="ms", title="A step: what DDP adds", ylim=(0, 1.4 * max(bottom)))
     axes.legend(fontsize=9, loc="upper left")
 
@@ -174,4 +146,4 @@ def write_csv(rows: list[dict], path: Path) -> None:
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_file(path, lambda file: file.write(text.getvalue().encode("utf-8")))
+    write_whole(path, lambda to: to.write_text(text.getvalue(), "utf-8"))

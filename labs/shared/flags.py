@@ -20,39 +20,31 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_ddp_parallel_training import (
-    Launch,
-    UserError,
-    flag,
-    flag_parser,
-    parse_settings,
-    reason_of,
-)
+from llm_ddp_parallel_training import UserError, flag, flag_parser, parse_settings, reason_of
 
 __all__ = ["flag", "flag_parser"]  # of the reference
 
-say = Launch().say  # prints, also to a reader who may leave: `| head`
-
-# Flags of the reference for what it does before, between and after updates, and not in them.
-BETWEEN_UPDATES = {
-    "resume", "generate", "dry_run", "merge", "compile", "save_every", "keep", "checkpoint_dir",
-    "log_every", "eval_every", "sample_every", "tensorboard",
-}  # fmt: skip
+BETWEEN_UPDATES = set(  # flags of the reference for what it does not do in an update
+    "resume generate dry_run merge compile save_every keep checkpoint_dir log_every eval_every "
+    "sample_every tensorboard".split()
+)
 
 
 def read_flags(
-    kind: type, argv: Sequence[str] | None, lab: str, description: str,
-    refused: Collection[str] = (), defaults: Sequence[str] = (),
-) -> tuple[Any, Any, list[str]]:  # fmt: skip
+    kind: type,
+    argv: Sequence[str] | None,
+    lab: str,
+    about: str,
+    refused: Collection[str] = (),
+    defaults: Sequence[str] = (),
+) -> tuple[Any, Any, list[str]]:
     """(the lab's options, the reference's settings, the flags that those came from).
 
     `refused` are names of the reference's flags that mean nothing in this lab; `defaults` are flags
     for the reference that hold unless others are given. Raises `UserError`.
     """
-    parser = flag_parser(
-        kind, prog=f"python -m labs.{lab}", description=description,
-        epilog="All other flags are those of llm_ddp_parallel_training.py; see its --help.",
-    )  # fmt: skip
+    others = "All other flags are those of llm_ddp_parallel_training.py; see its --help."
+    parser = flag_parser(kind, prog=f"python -m labs.{lab}", description=about, epilog=others)
     own, rest = parser.parse_known_args(argv)
     for name in sorted(vars(flag_parser().parse_args(rest)).keys() & set(refused)):
         name = name.replace("_", "-")

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from llm_ddp_parallel_training import UserError, write_file
+from llm_ddp_parallel_training import UserError, write_whole
 
 DPI = 110
 
@@ -33,4 +33,4 @@ def new_figure(width: float, height: float) -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Writes a PNG, complete or not at all."""
-    write_file(path, lambda file: figure.savefig(file, format="png", dpi=DPI))
+    write_whole(path, lambda to: figure.savefig(to, format="png", dpi=DPI))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -70,9 +71,15 @@ def run_ranks(
 
 
 def watch_ranks(
-    work: Callable, ranks: int | Sequence[int], arguments: tuple = (), *, seconds: float = 300,
-    log: Path | None = None, go_on: bool = False, modules: Sequence[str] = (),
-) -> list[Ending]:  # fmt: skip
+    work: Callable,
+    ranks: int | Sequence[int],
+    arguments: tuple = (),
+    *,
+    seconds: float = 300,
+    log: Path | None = None,
+    go_on: bool = False,
+    modules: Sequence[str] = (),
+) -> list[Ending]:
     """Starts `ranks` processes, lets each call `work(*arguments)`, and waits until all have ended.
 
     Several numbers of `ranks` are as many groups side by side that know nothing of each other;
@@ -93,10 +100,9 @@ def watch_ranks(
         preload = [__name__, "llm_ddp_parallel_training", *modules]
         multiprocessing.get_context(how).set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.start_processes(
-            a_rank, (work, arguments, environments, folder, log), len(environments), join=False,
-            start_method=how,
-        )  # fmt: skip
+        given = (work, arguments, environments, folder, log)
+        start = functools.partial(torch.multiprocessing.start_processes, start_method=how)
+        context = start(a_rank, given, len(environments), join=False)
         try:
             hung = wait_for(context.processes, seconds, go_on)
         finally:  # after Ctrl-C, too
@@ -105,10 +111,15 @@ def watch_ranks(
                 process.join()
         endings = []
         for number, process in enumerate(context.processes):
-            endings.append(read_ending(Path(folder, str(number)), process.exitcode))
-            if process in hung:
-                endings[-1].failure = f"had not ended after {seconds:.0f} s"
-                endings[-1].at = time.time()
+            left, status = Path(folder, str(number)), process.exitcode
+            if left.exists():
+                endings.append(pickle.loads(left.read_bytes()))  # of our own process and folder
+            elif process in hung:
+                why = f"had not ended after {seconds:.0f} s"
+                endings.append(Ending(failure=why, at=time.time(), status=status))
+            else:
+                name = signal.Signals(-status).name if status < 0 else f"status {status}"
+                endings.append(Ending(failure=f"was ended by {name}", status=status))
     return endings
 
 
@@ -120,11 +131,10 @@ def new_store() -> dist.TCPStore:
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables for a rank; the last one: the store is there already."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return own | sizes | place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def a_rank(
@@ -150,9 +160,9 @@ def a_rank(
         if not isinstance(error, RunError):
             sys.excepthook(type(error), error, error.__traceback__)
     ending.at = time.time()
-    content = pickle.dumps(ending)
-    Path(folder, f"{number}.part").write_bytes(content)
-    Path(folder, f"{number}.part").rename(Path(folder, str(number)))
+    part = Path(folder, f"{number}.part")
+    part.write_bytes(pickle.dumps(ending))
+    part.rename(part.with_suffix(""))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -174,11 +184,3 @@ def wait_for(processes: list, seconds: float, go_on: bool) -> list:
             failed, until = True, min(until, time.monotonic() + GRACE_S)
         connection.wait([p.sentinel for p in busy], timeout=1)
     return busy
-
-
-def read_ending(path: Path, status: int) -> Ending:
-    """What a rank left behind, or if it left nothing, what its exit status says."""
-    if path.exists():
-        return pickle.loads(path.read_bytes())  # of our own process, from our own folder
-    name = signal.Signals(-status).name if status < 0 else f"status {status}"
-    return Ending(failure=f"was ended by {name}", status=status)

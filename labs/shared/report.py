@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 WIDTH = 100  # columns
 
@@ -80,16 +80,3 @@ def show(text: str) -> None:
     except OSError as error:
         print(f"error: cannot write the result: {error.strerror}", file=sys.stderr)
         os._exit(1)  # nothing more can be flushed
-
-
-@contextlib.contextmanager
-def one_line_errors(*mistakes: type[Exception]) -> Iterator[None]:
-    """Ends the process with status 2 and the error's text as one line if one of these is raised.
-
-    `mistakes` are the classes whose text is written for the user.
-    """
-    try:
-        yield
-    except mistakes as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -1,11 +1,8 @@
 """The same model and data under DDP, FSDP, tensor, pipeline and parameter-server training.
 
-All of them one after the other on the CPU, with tables and a picture at the end, in about 30 s:
+All of them on the CPU, with tables and a picture, in about 30 s; and one, on two processes:
 
     python -m labs.strategies --compare --cpu
-
-One of them, on two processes (four for fsdp+tensor); `--help` lists the flags:
-
     python -m torch.distributed.run --standalone --nproc_per_node=2 \\
         -m labs.strategies --strategy fsdp --cpu
 
@@ -20,9 +17,8 @@ A worker that dies while the others go on (torchrun would end them, so the lab s
         --kill-worker-after 5 --cpu
 
 Read step.py first, one process and DDP; then each strategy is a file that differs from it: fsdp,
-tensor, pipeline, parameter_server, fsdp_tensor. The engines are PyTorch's own. train.py runs the
-steps and compares them with one process, traffic.py counts, checkpoint.py saves, compare.py
-compares. The run fails if a strategy gives other numbers than one process.
+tensor, pipeline, parameter_server, fsdp_tensor. train.py runs them, traffic.py counts. The run
+fails if a strategy gives other numbers than one process.
 """
 
 from __future__ import annotations
@@ -41,15 +37,10 @@ from labs.shared.flags import refuse_launcher
 from labs.shared.ranks import run_ranks, watch_ranks
 from labs.shared.report import show
 from labs.strategies.compare import ENGINES, PATIENCE_S, a_rank, compare
-from labs.strategies.options import LAB, check, parse
+from labs.strategies.options import check, parse
 from labs.strategies.report import as_text, combined, require_equal
 from labs.strategies.train import run_strategy
-from llm_ddp_parallel_training import (
-    gather,
-    one_clear_ending,
-    read_launcher,
-    write_json,
-)
+from llm_ddp_parallel_training import gather, one_clear_ending, read_launcher, write_json
 
 
 @record
@@ -60,26 +51,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv = list(sys.argv[1:] if argv is None else argv)
         options, settings, flags = parse(argv)
         if options.compare or options.ranks:
-            refuse_launcher(LAB)
+            refuse_launcher("strategies")
         if options.compare:
-            return compare(options, settings, flags)
+            compare(options, settings, flags)
+            return
         check(options, settings, options.ranks or launch.world_size)
-        if options.ranks:
-            found = start(options, argv)
+        how = {"seconds": 12 * PATIENCE_S, "modules": ENGINES}
+        if options.kill_worker_after:  # the value of a rank that was killed is None
+            endings = watch_ranks(a_rank, options.ranks, (argv,), go_on=True, **how)
+            found = [ending.value for ending in endings]
+        elif options.ranks:
+            found = run_ranks(a_rank, options.ranks, (argv,), **how)
         else:
             found = gather(run_strategy(launch, options, settings), launch)
         if launch.rank == 0:
             tell(combined(found), options, settings)
-    return None
-
-
-def start(options: Any, argv: list[str]) -> list[dict | None]:
-    """What each rank reports, of as many ranks as --ranks says; `None` for one that was killed."""
-    how = {"seconds": 12 * PATIENCE_S, "modules": ENGINES}
-    if not options.kill_worker_after:
-        return run_ranks(a_rank, options.ranks, (argv,), **how)
-    endings = watch_ranks(a_rank, options.ranks, (argv,), go_on=True, **how)
-    return [ending.value for ending in endings]
 
 
 def tell(report: dict, options: Any, settings: Any) -> None:

@@ -1,8 +1,7 @@
 """A sharded checkpoint: each rank writes its share, in the background, and any number reads it.
 
 `torch.distributed.checkpoint` copies the shares in memory, and threads write them beside the next
-steps. The files are safetensors, which hold numbers and names only: a checkpoint from elsewhere
-cannot run code here, as PyTorch's default format, whose index is a pickle, could.
+steps. The files are safetensors: unlike pickles, they cannot run code.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -41,8 +39,7 @@ class Saver:
         self.strategy, self.folder, self.after, self.config = strategy, folder, after, config
         # Its own group: the writing threads meet too, and must not mix with the training.
         self.group = dist.new_group(backend="gloo")
-        self.future: Future | None = None
-        self.meanwhile = 0  # steps that ended while it was written
+        self.future, self.meanwhile = None, 0  # steps that ended while it was written
 
     def after_step(self, step: int) -> None:
         """Begins to save when it is time; else looks whether that is still going on."""

@@ -20,54 +20,43 @@ from labs.strategies.tensor import TensorParallel
 from labs.strategies.traffic import WATCHED_STEP
 from llm_ddp_parallel_training import Settings, UserError
 
-LAB = "strategies"
 STRATEGIES: dict[str, type[Strategy]] = {
     "one": Strategy, "ddp": DDP, "fsdp": FSDP, "tensor": TensorParallel, "pipeline": Pipeline,
     "parameter-server": ParameterServer, "fsdp+tensor": FSDPTensor,
 }  # fmt: skip
-STEPS = 8  # enough to show whether two ways train alike
-SIZE = ["--max-steps", str(STEPS), "--precision", "fp32", "--d-model", "128", "--layers", "4"]
-SAME_HERE = {  # the reference's flags that mean the same here
-    "device", "cpu", "seed", "threads", "corpus_file", "builtin", "corpus_format", "d_model",
-    "layers", "heads", "seq_len", "max_steps", "lr", "weight_decay", "precision",
-}  # fmt: skip
+SIZE = "--max-steps 8 --precision fp32 --d-model 128 --layers 4".split()  # unless flags say more
+SAME_HERE = set(  # the reference's flags that mean the same here
+    "device cpu seed threads corpus_file builtin corpus_format d_model layers heads seq_len "
+    "max_steps lr weight_decay precision".split()
+)
 
 
 @dataclass
 class Options:
     """What is run how."""
 
+    # fmt: off
     strategy: str | None = flag(None, "one way, on the ranks of the launcher", choices=STRATEGIES)
     compare: bool = flag(False, "all ways, one after the other, with tables: about 30 s")
-    ranks: int | None = flag(
-        None, "start this many ranks from here, without python -m torch.distributed.run",
-        low=1, high=64,
-    )  # fmt: skip
+    ranks: int | None = flag(None, "start this many ranks from here, without "
+        "python -m torch.distributed.run", low=1, high=64)
     global_batch: int = flag(16, "sequences in an update over all ranks, for every way", low=1)
-    schedule: str = flag(
-        "1f1b", "pipeline: 1f1b keeps fewer activations, the bubble is the same",
-        choices=("gpipe", "1f1b"),
-    )  # fmt: skip
+    schedule: str = flag("1f1b", "pipeline: 1f1b keeps fewer activations, the bubble is the same",
+        choices=("gpipe", "1f1b"))
     micro_batches: int = flag(4, "pipeline: raise it when the bubble is too large", low=1)
-    mode: str = flag(
-        "sync", "parameter-server: sync waits for all workers and equals DDP",
-        choices=("sync", "async"),
-    )  # fmt: skip
-    kill_worker_after: int | None = flag(
-        None, "parameter-server: the last worker kills itself after so many steps; needs --ranks",
-        low=1,
-    )  # fmt: skip
-    save: Path | None = flag(
-        None, "fsdp: write a sharded checkpoint to this new folder after half of the steps"
-    )
-    load: Path | None = flag(
-        None, "one, ddp, fsdp: go on from such a checkpoint, on any number of ranks"
-    )
+    mode: str = flag("sync", "parameter-server: sync waits for all workers and equals DDP",
+        choices=("sync", "async"))
+    kill_worker_after: int | None = flag(None, "parameter-server: the last worker kills itself "
+        "after so many steps; needs --ranks", low=1)
+    save: Path | None = flag(None, "fsdp: write a sharded checkpoint to this new folder after half "
+        "of the steps")
+    load: Path | None = flag(None, "one, ddp, fsdp: go on from such a checkpoint, on any number of "
+        "ranks")
     report: Path | None = flag(None, "also write the results as JSON, replacing an old file")
-    output_dir: Path | None = flag(
-        None, "--compare: for table and picture, instead of runs/strategies-<date>-<time>"
-    )
+    output_dir: Path | None = flag(None, "--compare: for table and picture, instead of "
+        "runs/strategies-<date>-<time>")
     overwrite: bool = flag(False, "--compare: replace what --output-dir holds")
+    # fmt: on
 
     shown = True  # whether rank 0 prints the steps
 
@@ -80,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Any, list[str]]:
         f"script's flags mean anything here: {same}."
     )
     refused = {field.name for field in fields(Settings)} - SAME_HERE
-    options, settings, flags = read_flags(Options, argv, LAB, about, refused, SIZE)
+    options, settings, flags = read_flags(Options, argv, "strategies", about, refused, SIZE)
     if bool(options.strategy) == options.compare:
         raise UserError("give either --strategy NAME or --compare")
     return options, settings, flags
@@ -93,7 +82,7 @@ def check(o: Options, s: Any, ranks: int) -> None:
     cut = {"tensor": ranks, "fsdp+tensor": 2}.get(name, 1)  # over how many ranks heads are divided
     parts = {"one": 1, "tensor": 1, "pipeline": 1, "parameter-server": ranks - 1}.get(name, ranks)
     launch = f"python -m torch.distributed.run --standalone --nproc_per_node={least} -m"
-    for refused, why in (
+    refuse([
         (name == "one" and ranks > 1, "--strategy one is one process: launch with plain python"),
         (ranks < least, f"--strategy {name} needs {least} ranks or more, not {ranks}: launch with "
                         f"{launch} labs.strategies, or give --ranks {least}"),
@@ -114,29 +103,32 @@ def check(o: Options, s: Any, ranks: int) -> None:
         (o.output_dir or o.overwrite, "--output-dir and --overwrite need --compare"),
         (o.mode == "async" and not server, "--mode async needs --strategy parameter-server"),
         (o.load and name not in ("one", "ddp", "fsdp"), "--load needs --strategy one, ddp or fsdp"),
-    ):  # fmt: skip
-        if refused:
-            raise UserError(why)
+    ])  # fmt: skip
     require_writable("--report", o.report)
 
 
-def check_run(run: Any, options: Any, index: dict) -> None:
+def check_run(run: Any, o: Options, index: dict) -> None:
     """Refuses what data, backend and checkpoint make impossible. Raises `UserError`."""
     launch, samples, steps = run.launch, len(run.data.train), run.settings.max_steps
     gloo = launch.world_size > 1 and dist.get_backend() == "gloo"
     changed = [
         f"{what} was {index['model'].get(what)} there and is {here} here"
         for what, here in run.model.config.items()
-        if index and index["model"].get(what) != here
+        if index["model"].get(what) != here
     ]
-    for refused, why in (
-        (launch.device.type == "cuda" and gloo and options.strategy != "parameter-server",
-         f"--strategy {options.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
-        (samples < options.global_batch,
-         f"--global-batch {options.global_batch} of {counted(samples, 'sample')}"),
+    refuse([
+        (launch.device.type == "cuda" and gloo and o.strategy != "parameter-server",
+         f"--strategy {o.strategy} on CUDA needs NCCL and a GPU per rank; use --cpu"),
+        (samples < o.global_batch, f"--global-batch {o.global_batch} of "
+                                   f"{counted(samples, 'sample')}"),
         (changed, f"--load: {', '.join(changed)}"),
-        (index and index["step"] >= steps,
-         f"--max-steps {steps}: the checkpoint has {index.get('step')} already"),
-    ):  # fmt: skip
-        if refused:
+        (index["step"] >= steps,
+         f"--max-steps {steps}: the checkpoint has {index['step']} already"),
+    ])  # fmt: skip
+
+
+def refuse(cases: list[tuple[Any, str]]) -> None:
+    """Raises `UserError` for the first of these (holds, what to say) that holds."""
+    for holds, why in cases:
+        if holds:
             raise UserError(why)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from labs.strategies.step import Strategy
-from labs.strategies.traffic import Watch
+from labs.strategies.traffic import Watch, held
 from llm_ddp_parallel_training import valid_targets
 
 
@@ -76,26 +76,32 @@ class ParameterServer(Strategy):
 class Server:
     """What rank 0 does: one thread for each worker, and one update at a time."""
 
-    def __init__(self, strategy: ParameterServer, record: Callable[[float], None]) -> None:
-        self.s, self.record = strategy, record  # `record` is told the loss of each update
+    def __init__(self, strategy: ParameterServer, tell: Callable[[int, float], None]) -> None:
+        self.s, self.tell = strategy, tell  # the number and the loss of each update
         self.sync = strategy.options.mode == "sync"
         self.turn = threading.Condition()  # held by the thread that uses what follows
         self.alive, self.arrived = set(range(1, strategy.launch.world_size)), set()
-        self.sum = torch.zeros_like(
-            parameters_to_vector(strategy.parameters).detach(), device="cpu"
-        )
+        self.sum = torch.zeros(sum(p.numel() for p in strategy.parameters))
         self.pushed = [torch.empty_like(self.sum) for _ in self.alive]
-        self.version, self.loss, self.tokens = 0, 0.0, 0.0
+        self.version, self.loss, self.tokens, self.losses = 0, 0.0, 0.0, []
         self.first_gradients: dict[str, torch.Tensor] = {}
         self.staleness: collections.Counter = collections.Counter()
         self.lost: dict[int, int] = {}  # workers that died, and after which update
 
-    def serve(self) -> dict[str, list[float]]:
-        """Answers all workers until each has made its steps or died; what was sent in a step."""
+    def serve(self) -> dict[str, Any]:
+        """Answers all workers until each has made its steps or died; what there is to report."""
         with ThreadPoolExecutor(len(self.alive)) as pool:
             served = list(pool.map(self.serve_worker, sorted(self.alive)))
-        steps = self.s.settings.max_steps
-        return {"send": [sum(each) / steps for each in zip(*served)]}
+        steps, gradients = self.s.settings.max_steps, [self.sum, self.sum, *self.pushed]
+        return held(self.s.parameters, gradients, self.s.optimizer) | {  # one `sum` is the mean's
+            "gathered": 0,
+            "activations": 0,
+            "traffic": {"send": [sum(each) / steps for each in zip(*served)]},
+            "first_gradients": self.first_gradients,
+            "losses": self.losses,
+            "staleness": dict(sorted(self.staleness.items())),  # by number of gradients
+            "lost_workers": self.lost,
+        }
 
     def serve_worker(self, worker: int) -> list[float]:
         """Takes gradients and answers with weights; what was sent to this worker."""
@@ -150,12 +156,9 @@ class Server:
         self.first_gradients = self.first_gradients or self.s.gradients()
         self.s.optimizer.step()
         self.version += 1
-        self.record(self.loss / max(self.tokens, 1))
+        self.losses.append(self.loss / max(self.tokens, 1))
+        self.tell(self.version, self.losses[-1])
         self.loss, self.tokens = 0.0, 0.0
         self.sum.zero_()
         self.arrived.clear()
         self.turn.notify_all()
-
-    def findings(self) -> dict[str, Any]:
-        """Staleness by number of gradients, and who died."""
-        return {"staleness": dict(sorted(self.staleness.items())), "lost_workers": self.lost}

@@ -1,14 +1,17 @@
-"""What strategies have to say, one or all: tables, notes, and whether the numbers are right."""
+"""What strategies have to say, one or all: tables, notes, a picture, and whether it is right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from labs.shared.report import paragraph, size_of, table
-from labs.strategies.train import MEMORY
+from labs.shared.plot import new_figure, save_figure
+from labs.shared.report import counted, paragraph, size_of, table
 from llm_ddp_parallel_training import RunError
 
+STATES = ("parameters", "gradients", "optimizer")
+MEMORY = (*STATES, "gathered", "activations")
 OF_A_RANK = (*MEMORY, "traffic")
 GRADIENT_LIMIT = 1e-5  # of the first step, relative to the largest value of the same tensor
 LOSS_LIMIT = 1e-4  # nats per token, at every step
@@ -51,18 +54,18 @@ def as_text(reports: dict[str, dict]) -> str:
         apart = ["–" if x is None else f"{x:.0e}" for x in apart]
         busiest = max((rank["traffic"] for rank in report["ranks"] if rank), key=over_links)
         messages = [
-            f"{count:.3g} × {kind} {size(link / count)}".replace(" ", GLUE)
+            f"{count:.3g} × {kind} {small_size(link / count)}".replace(" ", GLUE)
             for kind, (count, _, link) in sorted(busiest.items())
         ]
         total = f"{over_links(busiest) / 1e6:.2f}"
         links.append([name, len(report["ranks"]), *apart, total, ", ".join(messages) or "nothing"])
-        notes += [paragraph(f"{name}: {note}", "  ") for note in notes_of(report)]
-    return "\n".join([
-        "What a rank holds, in MB", table(held, ["", "ranks", *MEMORY]), "",
-        "How far from one process; what the busiest rank sends over its link in a step",
-        table(links, LINKS, "<>>>><").replace(GLUE, " "),
-        *([""] if notes else []), *notes,
-    ])  # fmt: skip
+        if note := note_of(report):
+            notes.append("\n" + paragraph(f"{name}: {note}", "  "))
+    held_title = "What a rank holds, in MB"
+    links_title = "How far from one process; what the busiest rank sends over its link in a step"
+    links_table = table(links, LINKS, "<>>>><").replace(GLUE, " ")
+    text = [held_title, table(held, ["", "ranks", *MEMORY]), "", links_title, links_table]
+    return "\n".join([*text, *notes])
 
 
 def over_links(traffic: dict[str, Sequence[float]]) -> float:
@@ -70,26 +73,81 @@ def over_links(traffic: dict[str, Sequence[float]]) -> float:
     return sum(link for _, _, link in traffic.values())
 
 
-def size(count: float) -> str:
+def small_size(count: float) -> str:
     """Bytes as '0.37 MB': small models need a figure more than `size_of` gives."""
     return f"{count / 1e6:.2f} MB" if count >= 1e4 else size_of(count)
 
 
-def notes_of(report: dict) -> list[str]:
-    """What only a pipeline and a parameter server have to say."""
-    notes, pipeline = [], report.get("pipeline", {})
-    if "bubble" in pipeline:
-        notes.append(
-            f"of a step a stage works {pipeline['work']:.0%}, waits for another's work "
-            f"{pipeline['bubble']:.0%} (the bubble, by the formula {pipeline['formula']:.0%}) and "
-            f"spends {pipeline['rest']:.0%} on messages and Python"
+def note_of(report: dict) -> str:
+    """What only a pipeline or an asynchronous parameter server has to say."""
+    if "bubble" in (found := report.get("pipeline", {})):
+        return (
+            f"of a step a stage works {found['work']:.0%}, waits for another's work "
+            f"{found['bubble']:.0%} (the bubble, by the formula {found['formula']:.0%}) and "
+            f"spends {found['rest']:.0%} on messages and Python"
         )
-    if set(report.get("staleness", {})) - {0, "0"}:
-        counts = ", ".join(f"{count} × {by}" for by, count in report["staleness"].items())
-        workers, updates = len(report["ranks"]) - 1, len(report["losses"])
-        notes.append(
-            f"{updates} updates, each from the 1/{workers} of a batch that one worker has, at the "
-            f"rate of the {report['steps']} that waiting for all would be: its losses cannot be "
-            f"compared. Staleness of the gradients, in updates: {counts}"
-        )
-    return notes
+    if not set(report.get("staleness", {})) - {0}:
+        return ""
+    counts = ", ".join(f"{count} × {by}" for by, count in report["staleness"].items())
+    workers, updates = len(report["ranks"]) - 1, len(report["losses"])
+    return (
+        f"{updates} updates, each from the 1/{workers} of a batch that one worker has, at the "
+        f"rate of the {report['steps']} that waiting for all would be: its losses cannot be "
+        f"compared. Staleness of the gradients, in updates: {counts}"
+    )
+
+
+def conclusion(reports: dict[str, dict]) -> str:
+    """What the figures say, in plain words."""
+    others = ("FSDP", "tensor", "pipeline, 1F1B")
+    if not {"DDP", *others} <= reports.keys():
+        return "Too few ways were run to compare them."
+
+    def most(name: str) -> tuple[float, float]:
+        """Bytes of state and bytes sent, of the rank with the most."""
+        ranks = reports[name]["ranks"]
+        states = max(sum(rank[part] for part in STATES) for rank in ranks)
+        return states, max(over_links(rank["traffic"]) for rank in ranks)
+
+    ddp = most("DDP")
+    state, sent = zip(*([a / b for a, b in zip(most(name), ddp)] for name in others))
+    return (
+        "All ways give the numbers of one process, but for the asynchronous server; they differ in "
+        "what a rank holds and what it sends. On two ranks FSDP and tensor parallelism hold "
+        f"{state[0]:.0%} and {state[1]:.0%} of DDP's weights, gradients and optimizer state, the "
+        f"pipeline {state[2]:.0%}, and send {sent[0]:.1f}, {sent[1]:.1f} and {sent[2]:.1f} times "
+        "as many bytes. So: DDP while the model with its optimizer fits into each device, then "
+        "FSDP, and the others where layers are too large or links too slow for it."
+    )
+
+
+def draw(reports: dict[str, dict], path: Path) -> None:
+    """Two panels with a bar per rank: what it holds, and what it sends over its link in a step."""
+    from matplotlib import colormaps
+
+    figure = new_figure(11, 6)
+    memory, links = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    ranks = [rank for report in reports.values() for rank in report["ranks"]]
+    counts = [len(report["ranks"]) for report in reports.values()]
+    places = [at - 0.45 + 0.9 * (i + 0.5) / n for at, n in enumerate(counts) for i in range(n)]
+    heights = [0.8 / n for n in counts for _ in range(n)]
+
+    def stack(axes: Any, title: str, colors: str, where: str, parts: dict) -> None:
+        """One panel; each part begins where the last one ended."""
+        left = [0.0] * len(ranks)
+        for color, (name, values) in zip(colormaps[colors].colors, parts.items()):
+            axes.barh(places, values, heights, left=left, label=name, color=color)
+            left = [a + b for a, b in zip(left, values)]
+        axes.set(title=title, xlabel="MB", xlim=(0, 1.05 * max(left)))
+        axes.grid(axis="x", alpha=0.3)
+        axes.legend(fontsize=9, loc=where)
+
+    held = {part: [rank[part] / 1e6 for rank in ranks] for part in MEMORY}
+    stack(memory, "A rank holds", "tab10", "lower right", held)
+    kinds = sorted({kind for rank in ranks for kind in rank["traffic"]})
+    sent = {k: [r["traffic"].get(k, (0, 0, 0))[2] / 1e6 for r in ranks] for k in kinds}
+    stack(links, "A rank sends over its link in a step", "Set2", "upper right", sent)
+    names = [f"{name}\n{counted(n, 'rank')}" for name, n in zip(reports, counts)]
+    memory.set_yticks(range(len(reports)), names)
+    memory.invert_yaxis()
+    save_figure(figure, path)

@@ -1,15 +1,13 @@
 """One process, and DDP: every other strategy is read as a difference to these two classes.
 
 Each answers four questions, in this order: how is the batch divided, how the model, what does a
-step do, where do ranks meet. All follow the gradient of `training_step` in
-llm_ddp_parallel_training.py (the reference), that of the mean over all valid tokens of the global
-batch,
+step do, where do ranks meet. All follow the gradient of the mean over all valid tokens of the
+global batch, as the reference does,
 
     G = (1/n) · Σ_r ∇S_r ,
 
 with S_r the summed loss of part r. Each rank reads the whole global batch before it takes its part,
-so n is known beforehand. There is no gradient clipping: where ranks hold different parameters its
-norm is one more meeting.
+so n is known beforehand. Gradients are not clipped: their norm would be one more meeting.
 """
 
 from __future__ import annotations
@@ -37,19 +35,13 @@ class Strategy:
         self.bare = getattr(self.model, "module", self.model)  # without the DDP wrapper
         self.optimizer = build_optimizer(self.bare, settings)
 
-    # How is the batch divided?
-
     def divide_batch(self, batch: dict) -> dict:
         """The global batch, tensors [B, T] → this rank's part: rows r, r + N, …"""
         return {name: rows[self.part :: self.parts] for name, rows in batch.items()}
 
-    # How is the model divided?
-
     def divide_model(self, model: nn.Module) -> nn.Module:
         """The whole model, equal on all ranks → this rank's share of it."""
         return model
-
-    # What does a step do?
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
         """Leaves G in the gradients, returns S_r / n; `tokens` is n, of the global batch."""
@@ -69,15 +61,13 @@ class Strategy:
             dist.all_reduce(loss, group=self.group)  # ranks meet: 8 bytes
         return float(loss)
 
-    # For the comparison only.
+    def findings(self) -> dict:
+        """What only this strategy has to report, at the end, on rank 0. Ranks may meet."""
+        return {}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient by the reference's names, on the CPU of rank 0. Ranks may meet."""
         return {name: whole(p.grad).cpu().clone() for name, p in self.bare.named_parameters()}
-
-    def findings(self) -> dict[str, Any]:
-        """What only this strategy has to report, at the end, on rank 0. Ranks may meet."""
-        return {}
 
 
 class DDP(Strategy):

@@ -2,16 +2,14 @@
 
 Nothing is computed from the model's formula: a `TorchDispatchMode` sees each operator that its
 thread runs. Those of PyTorch's c10d libraries are communication, DDP's too, whose C++ reducer runs
-them inside the backward pass; all others show the tensors that there are.
-
-PyTorch's `CommDebugMode` is a mode of the same kind, and counts the same calls. It knows neither
-bytes nor the size of the group, and it does not see `send`, so it cannot take this one's place.
+them inside the backward pass; all others show the tensors that there are. (PyTorch's own
+`CommDebugMode` counts calls, but no bytes, and it does not see `send`.)
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ class Watch(TorchDispatchMode):
     `traffic` maps a collective to [messages, bytes, bytes that cross a link]; see `over_a_link`.
     `activations` and `gathered` are the most bytes that were alive at once, of tensors that are
     neither parameters, gradients nor optimizer state: `gathered` are FSDP's buffers for whole
-    layers. Tensors are counted, not what an allocator holds, so no machine changes the numbers.
+    layers.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), parameters: Sequence = ()) -> None:
@@ -60,6 +58,10 @@ class Watch(TorchDispatchMode):
         elif self.parameters:
             self._count_memory(tensors_in((args, kwargs, result)), library == "fsdp")
         return result
+
+    def counts(self) -> dict[str, Any]:
+        """What was counted, by name."""
+        return {name: getattr(self, name) for name in ("gathered", "activations", "traffic")}
 
     def _count_message(self, name: str, args: tuple, result: Any) -> None:
         if name in NOT_SENT:
@@ -118,7 +120,12 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local(t).numel() * t.element_size() for t in tensors)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All tensors that the optimizer keeps."""
-    for state in optimizer.state.values():
-        yield from state.values()
+    return [tensor for state in optimizer.state.values() for tensor in state.values()]
+
+
+def held(parameters: list, gradients: list, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of what this rank holds of the model and its training state."""
+    parts = {"parameters": parameters, "gradients": gradients, "optimizer": state_of(optimizer)}
+    return {name: nbytes(tensors) for name, tensors in parts.items()}
