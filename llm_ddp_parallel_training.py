@@ -26,8 +26,9 @@ New to DDP? `labs/ddp_in_100_lines.py` is the same training loop in a hundred li
         trainer            the loop              when to validate, to save and to stop
     Part 2: what serves a run: settings, endings, corpora, chats, Qwen with LoRA, checkpoints, log
 
-"Ranks meet" marks every place where processes wait for each other. Of Part 2, Part 1 knows the
-`Settings`, the errors, `state_of` a checkpoint, and the two objects that the trainer reports to.
+"Ranks meet" marks the places where processes wait for each other. Of Part 2, Part 1 uses `Settings`
+(the flags), `Run` (model, data and collate function), `RunLog` and `Checkpoints` (to which the
+trainer reports), `state_of` a checkpoint, the errors, `reason_of` one, and `use_cores`.
 """
 
 from __future__ import annotations
@@ -99,20 +100,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         build = build_tiny if settings.model == "tiny" else build_qwen
         run = build(launch, settings)  # data and model, equal on all ranks
-        state = fit_to_checkpoint(run)  # what --resume goes on from, or None
+        state = fit_to_checkpoint(run)  # what --resume goes on from, or None. Ranks meet
         if settings.dry_run:
             return show_plan(run)
 
         folder = open_run_folder(run)  # ranks meet: rank 0 names it
-        log = RunLog(run, folder, state)
+        log = RunLog(run, folder, state)  # prints and writes on rank 0
         place = settings.checkpoint_dir or folder / "checkpoints"
         checkpoints = Checkpoints(place, settings.keep) if launch.rank == 0 else None
-        trainer = Trainer(run, log, checkpoints)
+        trainer = Trainer(run, log, checkpoints)  # ranks meet: DDP
         if state:
-            restore(trainer, state)
+            restore(trainer, state)  # ranks meet
         with stop_wishes(watch):  # from here on SIGTERM, SIGUSR1 and Ctrl-C save before they end
             try:
-                trainer.fit()
+                trainer.fit()  # ranks meet, in every update
                 finish(trainer)  # rank 0 saves the weights, the others wait for it
             finally:
                 if checkpoints:  # whatever ended the run, what is being saved gets to the disk
@@ -127,12 +128,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @dataclasses.dataclass
 class Watch:
-    """What this rank is doing; a thread looks at it, see `keep_watch`."""
+    """What this rank is doing. A thread, `keep_watch`, ends a rank whose phase outlasts `timeout`;
+    one that meets others a little later, so that the rank they wait for is named."""
 
     step: int = 0
     phase: str = "set-up"
     meets: bool = False  # this phase waits for other ranks
-    patient: bool = True  # it may last, as saving does
+    patient: bool = True  # it may last as long as it likes, as saving does
     since: float = dataclasses.field(default_factory=time.monotonic)
     signal: int = 0  # the number of one that asked for the end of the run
     timeout: float = math.inf  # seconds after which a phase that is not patient counts as hung
@@ -219,7 +221,7 @@ def set_up(launch: Launch, settings: Settings) -> None:
 
 def choose_device(launch: Launch, asked: str) -> None:
     """Sets `launch.device`: the one asked for, or the best that is here."""
-    several, trouble = launch.world_size > 1, "PyTorch sees none here"
+    several, trouble = launch.world_size > 1, ""
     if asked == "mps" and several:
         raise UserError("--device mps trains in one process only; use --device cpu for several")
     if asked == "cpu" and not torch.cuda.is_initialized():
@@ -234,10 +236,11 @@ def choose_device(launch: Launch, asked: str) -> None:
     elif asked in ("auto", "mps") and not several and torch.backends.mps.is_available():
         launch.device = torch.device("mps")
     if asked not in ("auto", launch.device.type):
+        trouble = trouble or "PyTorch sees none here"
         raise UserError(f"--device {asked}: no usable GPU ({trouble}); use --device cpu")
     order = "cuda, cpu" if several else "cuda, mps, cpu"
     why = f"--device {asked}" if asked != "auto" else f"the first of {order} that is here"
-    why += "" if trouble.startswith("PyTorch") else f"; no CUDA: {trouble}"
+    why += f"; no CUDA: {trouble}" if trouble else ""
     launch.choose("device", launch.device, why)
 
 
@@ -393,9 +396,9 @@ class EpochSampler(Sampler[int]):
 class ShardSampler(EpochSampler, DistributedSampler):
     """The share of one rank in the order of an epoch.
 
-    Unlike its base `DistributedSampler`, it can start inside an epoch, and repeats nothing to make
-    the shares even. A rank that runs out of samples first trains on padding that weighs nothing
-    (see `updates_of_epoch`), so every sample counts exactly once an epoch.
+    A `DistributedSampler` to all who look for one; but it can start inside an epoch, and repeats
+    nothing to make the shares even. A rank that runs out of samples first trains on padding that
+    weighs nothing (see `updates_of_epoch`), so every sample counts exactly once an epoch.
     """
 
     def __init__(self, size: int, seed: int, num_replicas: int, rank: int) -> None:
@@ -415,7 +418,7 @@ def updates_of_epoch(
     empty = loader.collate_fn([])
     while left > 0:
         samples = min(left, batch * settings.grad_accum * ranks)  # of this update, over all ranks
-        micro_batches = math.ceil(math.ceil(samples / ranks) / batch)
+        micro_batches = math.ceil(samples / (ranks * batch))
         yield [next(batches, empty) for _ in range(micro_batches)]
         left -= samples
 
@@ -544,19 +547,18 @@ def training_step(
         G = (1/n) · Σ_r Σ_j ∇S_rj ,   n = Σ_r Σ_j n_rj ,
 
     where S_rj is the summed loss of micro-batch j on rank r and n_rj its number of valid tokens.
-    The model returns the mean S_rj / n_rj, and DDP divides the sum over the N ranks by N. So each
-    rank runs backward on (n_rj / c) · mean = S_rj / c, with a constant c, and DDP leaves
+    The model returns the mean S_rj / n_rj (0 without a target, not NaN), and DDP divides the sum
+    over N ranks by N. So each rank runs backward on (n_rj / c) · mean = S_rj / c, and DDP leaves
 
         g = (1/N) · Σ_r Σ_j ∇S_rj / c ,   hence   G = (c·N / n) · g .
 
-    n is only known when all ranks have added up, after the backward pass. Any c gives the same G;
-    ours is the most targets that a rank can have in an update: c·N / n is 1 without padding.
+    n is only known when all ranks have added up, after the backward pass. Any constant c gives the
+    same G; the most targets of a rank in an update keeps g as large as G, which fp16 needs.
     Raises `Diverged`, on all ranks alike, for a loss or gradient that is not finite.
     """
     device, watch, ranks = launch.device, launch.watch, launch.world_size
     capacity = settings.batch_size * settings.grad_accum * (settings.seq_len - 1)  # c
     totals = torch.zeros(4, dtype=sum_dtype(device), device=device)  # S, n, tokens, stop wishes
-    totals[3] = bool(watch.signal)
     for j, batch in enumerate(micro_batches):
         last = j == len(micro_batches) - 1
         # DDP decides in the forward pass whether the backward pass will synchronize, so both are
@@ -570,8 +572,9 @@ def training_step(
             scaler.scale(loss * (valid / capacity)).backward()
         totals[0] += loss.detach() * valid
         totals[1] += valid
-        totals[2] += batch.get("tokens", valid)
+        totals[2] += batch.get("tokens", valid)  # Qwen's collator counts what is only read
 
+    totals[3] = bool(watch.signal)
     watch.enter("sum of losses", meets=True)
     if ranks > 1:
         dist.all_reduce(totals)  # ranks meet: the only other message of a step, 32 bytes
@@ -579,11 +582,11 @@ def training_step(
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.get_total_norm(gradients).to(totals.dtype)
     # The one place where a GPU is waited for.
-    loss_sum, valid, tokens, wishes, norm = torch.cat([totals, norm[None]]).tolist()
+    loss_sum, n, tokens, wishes, norm = torch.cat([totals, norm[None]]).tolist()
 
     watch.enter("optimizer")
-    correction = capacity * ranks / max(valid, 1)  # c·N / n: the gradients hold g, this makes it G
-    result = StepResult(loss_sum / max(valid, 1), int(valid), int(tokens), norm * correction)
+    correction = capacity * ranks / max(n, 1)  # c·N / n: the gradients hold g, this makes it G
+    result = StepResult(loss_sum / max(n, 1), int(n), int(tokens), norm * correction)
     result.stop = wishes > 0
     # Every rank sees the same averaged gradient and the same loss, so all come to one verdict.
     result.skipped = overflowed(result, scaler)
@@ -591,7 +594,7 @@ def training_step(
         shrink = min(1.0, settings.clip / (result.grad_norm + 1e-6)) if settings.clip else 1.0
         torch._foreach_mul_(gradients, correction * shrink)  # as clip_grads_with_norm_ does it
         scaler.step(optimizer)
-    scaler.update()
+    scaler.update()  # by what `unscale_` found
     optimizer.zero_grad(set_to_none=True)
     return result
 
@@ -644,8 +647,8 @@ def evaluate(
     launch.watch.enter("sum of validation", meets=True)
     if launch.world_size > 1:
         dist.all_reduce(totals)  # ranks meet
-    loss_sum, valid = totals.tolist()
-    return loss_sum / max(valid, 1)
+    loss_sum, n = totals.tolist()
+    return loss_sum / max(n, 1)
 
 
 # ---- DDP and the trainer ------------------------------------------------------------------------
@@ -732,7 +735,8 @@ class Trainer:
     def __init__(
         self, run: Run, log: RunLog, checkpoints: Checkpoints | None, **ddp_options: Any
     ) -> None:
-        self.run, self.log, self.checkpoints, self.progress = run, log, checkpoints, log.progress
+        self.run, self.log, self.checkpoints = run, log, checkpoints
+        self.progress = log.progress  # after --resume that of the checkpoint
         self.launch, self.settings = launch, s = run.launch, run.settings
         data, rank, ranks = run.data, launch.rank, launch.world_size
         torch.manual_seed(s.seed + 1 + rank)  # equal weights, but other dropout masks on every rank
@@ -759,7 +763,7 @@ class Trainer:
         s, log, progress, watch = self.settings, self.log, self.progress, self.launch.watch
         updates, size = self.run.updates, self.sampler.size
         log.restart_clock()
-        if progress.step:  # after --resume: what a signal had cut short
+        if progress.step:  # after --resume: a validation that a signal had cut short
             self.after_update()
         while progress.step < updates:
             self.sampler.set_epoch(progress.epoch, progress.samples)
@@ -796,11 +800,11 @@ class Trainer:
                 self.save_and_stop()  # after --resume the validation is made again
             if not math.isfinite(loss):
                 raise Diverged(f"the validation loss is {loss}")
-            better = self.log.validation(loss)
+            better = self.log.validation(loss)  # on all ranks alike, as the loss is
             if better:
                 self.saved = 0  # a checkpoint that was taken before does not know it
         if due(s.sample_every):
-            self.require_sound_weights()
+            self.require_sound_weights()  # ranks meet
             self.launch.watch.enter("sample", patient=True)
             if self.launch.rank == 0:
                 self.launch.say(f"sample     {self.run.sample()}")
@@ -811,16 +815,15 @@ class Trainer:
         self.log.restart_clock()
 
     def save_and_stop(self) -> NoReturn:
-        """Raises `Stopped`, on all ranks, when the state is safe. Ranks meet."""
+        """Saves, and raises `Stopped` on all ranks when the state is safe. Ranks meet."""
+        self.launch.watch.enter("stop", meets=True)
         number = max(gather(self.launch.watch.signal, self.launch))
         self.save()
         place = self.checkpoints.secure(self.log.folder) if self.checkpoints else ""
         place = gather(place, self.launch)[0]  # nobody leaves before rank 0 has saved
         name, step, updates = signal.Signals(number).name, self.progress.step, self.run.updates
         done = f"{name} after update {step} of {updates}; the state is saved"
-        stopped = Stopped(f"{done}, go on with --resume {place}")
-        stopped.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
-        raise stopped
+        raise Stopped(f"{done}, go on with --resume {place}", number)
 
     def require_sound_weights(self) -> None:
         """Raises `Diverged` unless a forward pass with these weights gives a finite loss: a huge
@@ -834,7 +837,7 @@ class Trainer:
         """Takes the state of this instant on all ranks and hands it to rank 0. Ranks meet."""
         if self.saved == self.progress.step:
             return
-        self.require_sound_weights()
+        self.require_sound_weights()  # ranks meet
         self.launch.watch.enter("save", meets=True, patient=True)
         if self.checkpoints:
             self.checkpoints.wait()  # the last one may still be on its way to the disk
@@ -1091,6 +1094,10 @@ class Stopped(RunError):
     """A signal asked the run to end; the state is saved."""
 
     by_all_ranks = True
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.status = 128 + number  # as shells do: 143 for SIGTERM, 130 for SIGINT
 
 
 def refuse(wrong: Any, message: str) -> None:
@@ -1582,12 +1589,14 @@ def read_record(record: Any) -> str | dict:
         messages = as_messages(record["prompt"], "user")
         messages += as_messages(record["completion"], "assistant")
     elif {"instruction", "output"} <= record.keys():
-        question = "\n\n".join(record[n] for n in ("instruction", "input") if record.get(n))
+        question = record["instruction"]
+        question = f"{question}\n\n{record['input']}" if record.get("input") else question
         messages = as_messages(question, "user") + as_messages(record["output"], "assistant")
     else:
         raise ValueError(f"found {keys}; a record is one of {SHAPES}")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages is not a list of at least one message")
+        shown = json.dumps(messages)[:40]
+        raise ValueError(f"messages: {shown} is not a list of at least one message")
     if system:
         messages = as_messages(system, "system") + messages
     tools = record.get("tools") or None
@@ -1608,13 +1617,14 @@ def as_messages(said: Any, role: str) -> list:
 def read_message(message: Any, number: int) -> dict:
     """A message, {"role", "content"} or {"from", "value"}, with text as content, and the arguments
     of its tool calls as objects."""
-    message = copy.deepcopy(message) if isinstance(message, dict) else {}
+    given, message = message, copy.deepcopy(message) if isinstance(message, dict) else {}
     if "from" in message:
         sender, content = message.pop("from"), message.pop("value", None)
         message |= {"role": ROLES.get(str(sender)), "content": content}
     if not isinstance(message.get("role"), str):
         roles = f"role and content, or from (one of {', '.join(ROLES)}) and value"
-        raise ValueError(f"message {number} has no role; it needs {roles}")
+        shown = json.dumps(given)[:60]
+        raise ValueError(f"message {number}, {shown}, has no role; it needs {roles}")
     calls, content = message.pop("tool_calls", None) or [], message.get("content")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number}: tool_calls is not a list of objects")

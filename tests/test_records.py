@@ -144,7 +144,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url"
         ({"prompt": "x", "completion": None}, ["null"]),
         ({"instruction": 5, "output": "y"}, ["5"]),
         ({"instruction": "x", "output": None}, ["null"]),
-        ({"conversations": "x"}, ['"x"', "human"]),
+        ({"conversations": "x"}, ['"x"', "list of at least one message"]),
         ({"conversations": [{"from": "human"}]}, ["message 1", "null"]),
         ({"conversations": [{"value": "x"}]}, ['{"value": "x"}', "human"]),
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, ["function_call"]),

@@ -145,7 +145,7 @@ def test_the_header_translates_the_batch_and_explains_the_choices(run):
     assert re.search(r"^device +cpu \(--device cpu\)$", out, re.MULTILINE)
     assert re.search(r"^backend +none \(one process", out, re.MULTILINE)
     assert "parameters" in out
-    assert re.search(r"^memory.* python -m labs.planner ", out, re.MULTILINE)
+    assert re.search(r"^memory.* python -m labs.planner", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
