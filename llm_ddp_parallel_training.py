@@ -1790,9 +1790,9 @@ def tokenize(
     text, every token is learned, and the EOS behind it; of a conversation, the answers."""
     rows: list[list] = [[] for _ in contents]
     texts = [(i, content) for i, content in enumerate(contents) if isinstance(content, str)]
-    encode_batch = tokenizer.backend_tokenizer.encode_batch  # less ado than tokenizer(texts)
-    for (i, _), encoded in zip(texts, encode_batch([text for _, text in texts])):
-        ids, eos = encoded.ids, tokenizer.eos_token_id
+    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id  # faster than `tokenizer`
+    for (i, _), encoded in zip(texts, backend.encode_batch_fast([text for _, text in texts])):
+        ids = encoded.ids
         ids += [eos] * (ids[-1:] != [eos])
         rows[i].append((np.array(ids, np.uint32), np.ones(len(ids), bool)))
     chats = []
@@ -1802,14 +1802,14 @@ def tokenize(
                 chats += [(i, *found) for found in answers_of(tokenizer, content, counts)]
         except ValueError as error:
             raise UserError(f"{where(i)}: {error}") from None
-    encoded = encode_batch([text for _, text, _ in chats], add_special_tokens=False)
+    encoded = backend.encode_batch([text for _, text, _ in chats], add_special_tokens=False)
     for (i, text, spans), whole in zip(chats, encoded):
         ids, offsets = whole.ids, whole.offsets
         cuts = [0, *(first for first, _ in spans), len(text)]
         if any(a < cut < b for a, b in offsets for cut in cuts):
             # A token that lies across the begin of an answer is another one when it is asked.
             parts = [text[a:b] for a, b in itertools.pairwise(cuts)]
-            parts = encode_batch(parts, add_special_tokens=False)
+            parts = backend.encode_batch(parts, add_special_tokens=False)
             ids = [token for part in parts for token in part.ids]
             offsets = [(a + at, b + at) for part, at in zip(parts, cuts) for a, b in part.offsets]
         begin, end = np.array(offsets).reshape(-1, 2).T
@@ -1869,11 +1869,14 @@ class TokenizedSamples(Dataset):
             ids = [int(i) for i in part[begin : begin + self.AT_ONCE]]
             where = functools.partial(lambda ids, k: samples.where(ids[k]), ids)
             rows = tokenize(tokenizer, [samples[i] for i in ids], counts, where)
-            for i, row in zip(ids, rows):
-                for piece, learned in [p for sample in row for p in fit(*sample, settings, counts)]:
-                    tokens.frombytes((piece | learned * self.LEARNED).tobytes())
-                    lengths.append(len(piece))
-                    records.append(i)
+            samples_of = [(i, sample) for i, row in zip(ids, rows) for sample in row]
+            pieces = [(i, *p) for i, sample in samples_of for p in fit(*sample, settings, counts)]
+            if pieces:
+                numbers, parts, learned = zip(*pieces)
+                records.extend(numbers)
+                lengths.extend(map(len, parts))
+                marks = np.concatenate(learned) * self.LEARNED
+                tokens.frombytes((np.concatenate(parts) | marks).tobytes())
         # Copies, since an array that has grown holds a reserve.
         self.tokens, self.records = np.array(tokens, np.uint32), np.array(records, np.uint32)
         self.edges = np.append(0, np.cumsum(lengths, dtype=np.int64))
