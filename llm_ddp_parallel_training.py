@@ -1463,7 +1463,7 @@ class Samples(Sequence):
     def tokens(self, index: int, begin: int, end: int) -> np.ndarray:
         """Tokens `begin` up to `end` of a sample, uint16: its bytes, then EOS."""
         if self.closed:
-            return encode(text_of(self[index]))[begin:end]
+            return encode(self[index])[begin:end]
         start, stop = int(self.starts[index]), int(self.ends[index])
         raw = self.buffer[start + begin : min(start + end, stop)]
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
@@ -1525,7 +1525,8 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
     rank does and gets the same. Raises `UserError` for what cannot be trained on."""
     s, counts, name = settings, Counter(), str(settings.corpus_file or "built-in text")
     buffer = read_corpus(s)
-    texts = Samples(buffer, name, read_record if s.corpus_format == "jsonl" else None)
+    parse = read_record if tokenizer else lambda record: text_of(read_record(record))
+    texts = Samples(buffer, name, parse if s.corpus_format == "jsonl" else None)
     summary = f"{counted(len(texts), 'sample')}, {counted(texts.blank, 'blank line')} skipped"
     if s.corpus_format == "document":
         cut = len(buffer) - round(len(buffer) * s.val_fraction)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import settings_of
+from conftest import main_here, settings_of
 from corpora import refusal, texts_of
 
 import llm_ddp_parallel_training as ddp
@@ -65,6 +65,15 @@ def test_the_tiny_model_reads_what_is_said(tmp_path, shape):
     _, window = built.train[0]
     assert bytes(t for t in window.tolist() if t < 256) == (tokens * 3)[:64]
     assert not built.chat  # nothing is masked
+
+
+@pytest.mark.parametrize("how", ["", "--overlong split", "--overlong drop", "--pack", "--dry-run"])
+def test_the_tiny_model_trains_on_chats_whatever_becomes_of_long_ones(tmp_path, how):
+    (path := tmp_path / "c.jsonl").write_text(lines(*SHAPES.values()), encoding="utf-8")
+    flags = (*how.split(), "--corpus-file", path, "--max-steps", 1, "--output-dir", tmp_path / "r")
+    finished = main_here("--cpu", *flags)
+    assert finished.status == 0, finished.err
+    assert how != "--dry-run" or "[[Be brief.\nSay\ny]]" in finished.out
 
 
 def test_an_instruction_with_an_input_asks_both():
