@@ -1035,6 +1035,8 @@ def resolve(settings: Settings) -> None:
     s.device = "cpu" if s.cpu and s.device == "auto" else s.device
     refuse(s.cpu and s.device != "cpu", f"--cpu contradicts --device {s.device}; give one of them")
     refuse(s.overwrite and s.resume, "--overwrite begins anew, --resume goes on; give one of them")
+    out = s.output_dir
+    refuse(out and out.exists() and not out.is_dir(), f"--output-dir {out} is not a folder")
     refuse(s.corpus_file and s.builtin, "--corpus-file contradicts --builtin; give one of them")
     refuse(s.d_model % s.heads, f"--heads {s.heads} does not divide --d-model {s.d_model}")
     refuse(s.generate == "", "--generate needs a prompt of at least one character")
@@ -1249,8 +1251,9 @@ SHAPES = (
     '{"text"}, {"messages"}, {"prompt", "completion"}, {"conversations"} or '
     '{"instruction", "input", "output"}'
 )
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant"}
+ROLES |= {"function": "tool", "observation": "tool"}
 
 
 LESSONS = """\
@@ -1299,7 +1302,8 @@ def format_of(path: Path | None) -> str:
     if path is None or suffix_of(path) in (".jsonl", ".json", *TABLES):
         return "jsonl" if path else "lines"
     text = read_file(path)[: 1 << 20].decode("utf-8", errors="ignore").lstrip("\ufeff \r\n\t")
-    lines, kind = [re.sub('"[^"]*"', "", line) for line in text.splitlines()[:20] if line], ""
+    unquoted, kind = re.sub('"[^"]*"', "", text), ""
+    lines = [line for line in unquoted.splitlines()[:20] if line]
     # Prose has a blank behind a comma, and not the same number of them in all lines.
     cells = {len(re.findall(r"\t|[,;](?=\S|$)", line)) for line in lines}
     if re.match(r'\[\s*[\[{"]|\{\s*"[^"\n]*"\s*:', text):
@@ -1553,8 +1557,8 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
         sets = [IndexedTextDataset(*part) for part in sources]
     refuse(
         not len(sets[0]),
-        f"{name}: nothing can be trained on in {summary}; longer than --seq-len {s.seq_len} "
-        f"tokens: {counts['overlong']}, no token to predict: {counts['unlabelled']}",
+        f"{name}: nothing can be trained on in {summary}; longer than {s.seq_len} tokens (raise "
+        f"--seq-len): {counts['overlong']}, no token to predict: {counts['unlabelled']}",
     )
     if counts["overlong"] and (tokenizer or not s.pack):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]
@@ -1574,7 +1578,8 @@ def read_record(record: Any) -> str | dict:
     """A record in one of the `SHAPES` as a text, or as {"messages": …, "tools": …}. Raises
     `ValueError` that names what is wrong with it."""
     if not isinstance(record, dict):
-        raise ValueError(f"{json.dumps(record)[:40]} is no record: one of {SHAPES}")
+        hint = "; an array of them goes into a .json file" if isinstance(record, list) else ""
+        raise ValueError(f"{json.dumps(record)[:40]} is no record: one of {SHAPES}{hint}")
     keys = ", ".join(name + " (null)" * (record[name] is None) for name in record) or "no keys"
     record = {name: value for name, value in record.items() if value is not None}
     messages, system = record.get("messages"), record.get("system")
@@ -1620,12 +1625,11 @@ def read_message(message: Any, number: int) -> dict:
     of its tool calls as objects."""
     given, message = message, copy.deepcopy(message) if isinstance(message, dict) else {}
     if "from" in message:
-        sender, content = message.pop("from"), message.pop("value", None)
-        message |= {"role": ROLES.get(str(sender)), "content": content}
-    if not isinstance(message.get("role"), str):
-        roles = f"role and content, or from (one of {', '.join(ROLES)}) and value"
-        shown = json.dumps(given)[:60]
-        raise ValueError(f"message {number}, {shown}, has no role; it needs {roles}")
+        message["role"], message["content"] = message.pop("from"), message.pop("value", None)
+    message["role"] = ROLES.get(str(message.get("role")).lower())
+    if not message["role"]:  # rendered, but never learned, it would pass for good data
+        roles = f"role (or from) of {', '.join(ROLES)}, and content (or value)"
+        raise ValueError(f"message {number}, {json.dumps(given)[:60]}, needs a {roles}")
     calls, content = message.pop("tool_calls", None) or [], message.get("content")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number}: tool_calls is not a list of objects")
@@ -1641,6 +1645,8 @@ def read_message(message: Any, number: int) -> dict:
         raise ValueError(f"message {number}: content is {json.dumps(content)[:40]}, not a text")
     for call in calls:
         function = call.get("function", call)
+        if not isinstance(function, dict):
+            raise ValueError(f"message {number}: the function of a tool call is no object")
         if isinstance(function.get("arguments"), str):  # else a template would encode it twice
             with contextlib.suppress(ValueError):
                 function["arguments"] = json.loads(function["arguments"])
@@ -2440,7 +2446,7 @@ class Checkpoints:
         self.wait()
         self.worker.shutdown()
         try:
-            for path in sorted(folder.rglob("*")) if not self.local else ():
+            for path in sorted(folder.rglob("*")) if "://" in self.place else ():
                 if path.is_file():
                     target = f"{self.root}/{path.relative_to(folder).as_posix()}"
                     patiently(self.fs.makedirs, target.rpartition("/")[0], exist_ok=True)

@@ -123,6 +123,7 @@ MISTAKES = [
     ("--output-dir run --dry-run", "--output-dir run --overwrite"),
     ("--output-dir weights --max-steps 1", "--output-dir weights --overwrite"),
     ("--output-dir good.txt", "--output-dir good.txt"),
+    ("--output-dir good.txt --dry-run", "--output-dir good.txt"),
     ("--output-dir good.txt/inside", "--output-dir good.txt/inside"),
     ("--generate The", "--generate --resume"),
     ("--generate The --resume missing", "missing"),

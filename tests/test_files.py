@@ -87,8 +87,9 @@ def test_json_by_another_name_is_refused_unless_it_is_called_lines(tmp_path, dat
     [
         "prompt,completion\na,b\nc,d\n", "question,answer\na,b\nc,d\n", "q\ta\nx\ty\nz\tw\n",
         'text,label\n"one, two",1\n"three",0\n', "question;answer\na;b\n",
+        'prompt,completion\n"one\ntwo, three",x\n"four",y\n',
     ],
-    ids=["csv", "other names", "tsv", "quoted", "semicolons"],
+    ids=["csv", "other names", "tsv", "quoted", "semicolons", "cells of several lines"],
 )  # fmt: skip
 def test_a_table_by_another_name_is_refused_unless_it_is_called_lines(tmp_path, data):
     message = refusal(tmp_path, data)

@@ -153,6 +153,9 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url"
         ({"prompt": "x", "completion": None}, ["null"]),
         ({"instruction": 5, "output": "y"}, ["5"]),
         ({"instruction": "x", "output": None}, ["null"]),
+        ({"messages": [U, {"role": "bot", "content": "y"}]}, ["message 2", '"bot"', "assistant"]),
+        ({"messages": [U, A | {"tool_calls": [{"function": "x"}]}]}, ["message 2", "tool call"]),
+        ([U, A], [".json file"]),
         ({"conversations": "x"}, ['"x"', "list of at least one message"]),
         ({"conversations": [{"from": "human"}]}, ["message 1", "null"]),
         ({"conversations": [{"value": "x"}]}, ['{"value": "x"}', "human"]),
@@ -189,7 +192,6 @@ def surrogate(where: str, half: str = "cut \ud83d") -> dict:
         "text": {"text": half},
         "content": {"messages": [U | {"content": half}, A]},
         "part": {"messages": [U | {"content": [{"type": "text", "text": half}]}, A]},
-        "role": {"messages": [U | {"role": half}, A]},
         "arguments": {"messages": [U, A | {"tool_calls": [call]}]},
         "arguments in a string": {"messages": [U, A | {"tool_calls": [call_text]}]},
         "tools": {"messages": [U, A], "tools": [{"type": "function", "x": half}]},
@@ -199,8 +201,7 @@ def surrogate(where: str, half: str = "cut \ud83d") -> dict:
 
 @pytest.mark.parametrize(
     "where",
-    ["text", "content", "part", "role", "arguments", "arguments in a string", "tools",
-     "completion"],
+    ["text", "content", "part", "arguments", "arguments in a string", "tools", "completion"],
 )  # fmt: skip
 def test_half_a_character_is_refused_wherever_it_stands(tmp_path, where):
     message = refusal(tmp_path, lines(TEXT, surrogate(where)), name="c.jsonl")
