@@ -256,12 +256,14 @@ def join_group(launch: Launch) -> list[dict]:
     # A group has one backend, so all ranks choose it by the same facts, before they form it.
     store.set(f"about/{rank}", json.dumps(about_rank(launch)))
     abouts = [json.loads(store.get(f"about/{r}")) for r in range(ranks)]
+    store.set(f"read/{rank}", "")
+    if rank == 0:  # the store may live here, and go with it if what follows is an error
+        store.wait([f"read/{r}" for r in range(ranks)])
     backend, why = choose_backend(abouts)
     launch.choose("backend", backend, why)
-    options = {"device_id": launch.device} if backend == "nccl" else {}
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timeout, **options
-    )
+    device = launch.device if backend == "nccl" else None
+    group = {"world_size": ranks, "rank": rank, "timeout": timeout, "device_id": device}
+    dist.init_process_group(backend, store=store, **group)
     return abouts
 
 
@@ -394,12 +396,9 @@ class EpochSampler(Sampler[int]):
 
 
 class ShardSampler(EpochSampler, DistributedSampler):
-    """The share of one rank in the order of an epoch.
-
-    A `DistributedSampler` to all who look for one; but it can start inside an epoch, and repeats
-    nothing to make the shares even. A rank that runs out of samples first trains on padding that
-    weighs nothing (see `updates_of_epoch`), so every sample counts exactly once an epoch.
-    """
+    """The share of one rank in the order of an epoch. Unlike other `DistributedSampler`s it can
+    start inside one, and repeats nothing: a rank that runs out first trains on padding that weighs
+    nothing (see `updates_of_epoch`), so that every sample counts once an epoch."""
 
     def __init__(self, size: int, seed: int, num_replicas: int, rank: int) -> None:
         EpochSampler.__init__(self, size, seed)
