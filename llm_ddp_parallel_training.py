@@ -1556,8 +1556,8 @@ def build_data(settings: Settings, tokenizer: Any = None, show_progress: bool = 
         sets = [IndexedTextDataset(*part) for part in sources]
     refuse(
         not len(sets[0]),
-        f"{name}: nothing can be trained on in {summary}; longer than {s.seq_len} tokens (raise "
-        f"--seq-len): {counts['overlong']}, no token to predict: {counts['unlabelled']}",
+        f"{name}: nothing can be trained on in {summary}; longer than --seq-len {s.seq_len} (raise "
+        f"it): {counts['overlong']}, no token to predict: {counts['unlabelled']}",
     )
     if counts["overlong"] and (tokenizer or not s.pack):
         done = {"truncate": "cut off", "drop": "left out", "split": "cut in pieces"}[s.overlong]

@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(cap
             lab.main(["--ranks", "1", "--output-dir", str(place)])
         assert end.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: --output-dir {place}: ")
+        assert line.startswith(f"error: --output-dir {place}")
     assert (tmp_path / "file").read_text("utf-8") == "mine"
 
 

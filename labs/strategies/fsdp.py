@@ -5,7 +5,7 @@ Model: every tensor is cut in N along its first dimension. A layer is put togeth
 just before it is needed, and taken apart again after its use.
 Step: as in DDP.
 Ranks meet: all-gathers of weights in forward and backward; in place of DDP's all-reduce of a bucket
-a reduce-scatter of each layer's gradients, after which a rank holds the sum of its share only.
+a reduce-scatter of each layer's gradients, after which a rank holds the mean of its share only.
 
 This is ZeRO stage 3 (Rajbhandari et al. 2020; Zhao et al. 2023, PyTorch FSDP). In your own script
 the change is the same: where DDP wraps the model, `fully_shard` on each layer, then on the root,
@@ -34,7 +34,8 @@ class FSDP(DDP):
 
 
 def shard_layers(model: nn.Module, mesh: Any, precision: str) -> nn.Module:
-    """Cuts each layer, and then what is left at the root, over the mesh. One cut, one message.
+    """Cuts each layer, and then what is left at the root, over the mesh. Each cut is one message in
+    forward and one in backward; the root's weights stay together in between.
 
     bf16: layers are gathered and computed in it, and gradients summed up in fp32; the shares, which
     the optimizer changes, stay fp32.

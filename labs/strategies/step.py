@@ -33,20 +33,20 @@ class Strategy:
         self.group = None  # the ranks that hold these parts, if not all
         self.model = self.divide_model(model)
         self.bare = getattr(self.model, "module", self.model)  # without the DDP wrapper
-        self.optimizer = build_optimizer(self.bare, settings)
+        self.optimizer = build_optimizer(self.bare, settings)  # only now: of the rank's share
 
     def divide_batch(self, batch: dict) -> dict:
         """The global batch, tensors [B, T] → this rank's part: rows r, r + N, …"""
         return {name: rows[self.part :: self.parts] for name, rows in batch.items()}
 
     def divide_model(self, model: nn.Module) -> nn.Module:
-        """The whole model, equal on all ranks → this rank's share of it."""
+        """The whole model, equal on all ranks → the rank's share of it. Sets `part`, `parts`."""
         return model
 
     def forward_backward(self, part: dict, tokens: int) -> torch.Tensor:
         """Leaves G in the gradients, returns S_r / n; `tokens` is n, of the global batch."""
-        loss = self.model(**part) * (valid_targets(part["labels"]) / tokens)  # S_r / n
-        # DDP divides the sum over its N ranks by N; N times the loss undoes that.
+        loss = self.model(**part) * (valid_targets(part["labels"]) / tokens)  # mean · n_r / n
+        # DDP and FSDP divide the sum over their N ranks by N; N times the loss undoes that.
         (loss * self.parts).backward()
         return loss.detach()
 
@@ -58,7 +58,7 @@ class Strategy:
     def total_loss(self, loss: torch.Tensor) -> float:
         """The loss of the global batch from those of its parts."""
         if self.parts > 1:
-            dist.all_reduce(loss, group=self.group)  # ranks meet: 8 bytes
+            dist.all_reduce(loss, group=self.group)  # ranks meet: one float64
         return float(loss)
 
     def findings(self) -> dict:
