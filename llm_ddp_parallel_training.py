@@ -172,6 +172,7 @@ def read_launcher(watch: Watch | None = None) -> Launch:
     set: one process on its own. Raises `UserError` for values that make no sense."""
 
     def variable(name: str, default: int, low: int, below: int = 10**9) -> int:
+        """A whole number, `low` up to but not `below`. Raises `UserError` for anything else."""
         text = os.environ.get(name, str(default)).strip()
         if not text.isdecimal() or len(text) > 9 or not low <= int(text) < below:
             raise UserError(
@@ -982,6 +983,7 @@ def number(kind: type, low: float = -math.inf, above: float = -math.inf, high: f
     """A converter for argparse: an int or float from `low` to `high`, or greater than `above`."""
 
     def convert(text: str) -> Any:
+        """The number that a flag was given as; argparse makes a `UserError` of what it raises."""
         with contextlib.suppress(ValueError):
             if low <= (value := kind(text)) <= high and value > above:
                 return value
@@ -2200,10 +2202,12 @@ def build_tiny(launch: Launch, settings: Settings) -> Run:
     count = sum(p.numel() for p in model.parameters())
 
     def sample() -> str:
+        """What the model makes of SAMPLE_PROMPT, quoted."""
         length = min(SAMPLE_LENGTH, s.seq_len)
         return repr(SAMPLE_PROMPT + generate(model, SAMPLE_PROMPT, length, s.seed))
 
     def show() -> list[tuple[str, bool]]:
+        """The first sample, cut to --seq-len; all of it is learned."""
         tokens = tiny_collator([data.train[0]], s.seq_len)["input_ids"][0]
         text = bytes(token for token in tokens.tolist() if token < PAD)
         return [(text.decode("utf-8", errors="replace"), True)]
@@ -2235,8 +2239,9 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
     model = CausalLMWithLoss(peft_model).train()
 
     def sample() -> str:
+        """The answer to a held-out question, without any chat a continuation of SAMPLE_PROMPT."""
         held_out = data.validation if len(data.validation) else data.train
-        for _, [(ids, learned), *_] in (held_out[i] for i in range(len(held_out))):
+        for _, [(ids, learned), *_] in (held_out[i] for i in range(len(held_out) * data.chat)):
             if not learned[0]:  # a question
                 question = ids[: int(learned.argmax())]
                 answer = qwen_answer(peft_model, tokenizer, question, chat=True)
@@ -2244,6 +2249,7 @@ def build_qwen(launch: Launch, settings: Settings) -> Run:
         return repr(qwen_answer(peft_model, tokenizer, SAMPLE_PROMPT, chat=False))
 
     def show() -> list[tuple[str, bool]]:
+        """The first window, in stretches that are learned or not."""
         parts = []
         for piece in data.train[0][1]:
             for learned, tokens in itertools.groupby(zip(*piece), key=lambda pair: pair[1]):
@@ -2717,15 +2723,18 @@ def qwen_results(peft_model: Any, tokenizer: Any, chat: bool) -> dict[str, Calla
     token that was trained among those that end its texts. Merging uses `peft_model` up."""
 
     def adapter(to: Path) -> None:
+        """Writes the folder that PEFT loads."""
         peft_model.save_pretrained(to, save_embedding_layers=False)  # the default asks the hub
         tokenizer.save_pretrained(to)
 
     @functools.cache
     def plain() -> Any:
+        """The model with the adapter merged in; made once, as a rescue asks for it again."""
         dtype = peft_model.dtype
         return peft_model.to(torch.float32).merge_and_unload(safe_merge=True).to(dtype)
 
     def merged(to: Path) -> None:
+        """Writes the folder that transformers loads, without PEFT."""
         old = plain().generation_config.eos_token_id
         ends = [] if old is None else old if isinstance(old, list) else [old]
         new = [end for end in end_tokens(tokenizer, chat) if end not in ends]
