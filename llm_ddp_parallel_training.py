@@ -55,7 +55,6 @@ import mmap
 import os
 import platform
 import re
-import select
 import shutil
 import signal
 import socket
@@ -138,7 +137,7 @@ class Watch:
     since: float = dataclasses.field(default_factory=time.monotonic)
     signal: int = 0  # the number of one that asked for the end of the run
     timeout: float = math.inf  # seconds after which a phase that is not patient counts as hung
-    wakeup: socket.socket | None = None  # where the system writes the numbers of signals
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def enter(self, phase: str, meets: bool = False, patient: bool = False) -> None:
         self.phase, self.meets, self.patient = phase, meets, patient
@@ -1066,7 +1065,6 @@ def resolve(settings: Settings) -> None:
 # ---- Endings: errors, signals, hung ranks --------------------------------------------------------
 
 PEER_LOSS_GRACE_S = 5  # how long a rank leaves the floor to the one that knows the cause
-LOST_PEER_S = 20  # how long a stopped NCCL rank waits in a meeting; the launcher kills after 30 s
 STOP_SIGNALS = [getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)]
 
 
@@ -1120,11 +1118,12 @@ def one_clear_ending() -> Iterator[Watch]:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or a notebook's, which has no codec
             stream.reconfigure(errors="backslashreplace")  # cp1252 has no "�"
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        # PR_SET_PDEATHSIG: who kills the launcher outright does not leave its ranks behind.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     watch, rank = Watch(), os.environ.get("RANK", "0").strip()
     leads = not rank.isdecimal() or int(rank) == 0  # its own variable may be what is wrong
-    watch.wakeup, signals = socket.socketpair()
-    watch.wakeup.setblocking(False)
-    threading.Thread(target=keep_watch, args=(watch, signals), daemon=True).start()
+    threading.Thread(target=keep_watch, args=(watch,), daemon=True).start()
     try:
         yield watch
         watch.enter("teardown", meets=True, patient=True)
@@ -1165,7 +1164,7 @@ def one_clear_ending() -> Iterator[Watch]:
             get_error_handler().record_exception(error)
         leave(1)
     finally:
-        watch.wakeup.close()  # the thread ends
+        watch.over.set()  # the thread ends
 
 
 def say_error(text: str, for_launcher: str = "") -> None:
@@ -1191,54 +1190,37 @@ def leave(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def stop_wishes(watch: Watch) -> Iterator[None]:
-    """Makes SIGTERM, SIGINT and SIGUSR1 a wish, which the ranks fulfil together after an update.
-    Python runs its handlers between two lines of Python, which a rank in a collective does not
-    reach. The wake-up descriptor is written at once, and `keep_watch` reads it in its thread."""
-    handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-    wakeup = signal.set_wakeup_fd(watch.wakeup.fileno(), warn_on_full_buffer=False)
+    """Makes SIGTERM, SIGINT and SIGUSR1 a wish, which the ranks fulfil together after an update. A
+    second one ends the process on the spot, but not within a second: launchers repeat them."""
+    first = math.inf
+
+    def wish(number: int, _: Any) -> None:
+        """Takes note. Python calls it between two of its lines, so never inside a collective."""
+        nonlocal first
+        if time.monotonic() - first > 1:
+            os._exit(128 + number)
+        if not watch.signal:
+            watch.signal, first = number, time.monotonic()
+
+    handlers = {number: signal.signal(number, wish) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def keep_watch(watch: Watch, signals: socket.socket) -> None:
-    """A thread's work: notices signals, and ends a rank that does not go on, with its stack. A
-    second signal, a second or more after the first, ends the process on the spot."""
-    main_thread, launcher, first = threading.main_thread().ident, os.getppid(), math.inf
-    rank, by_torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
-    while True:
-        ready, _, _ = select.select([signals], [], [], 1)
-        now, arrived = time.monotonic(), signals.recv(64) if ready else b""
-        if ready and not arrived:
-            return signals.close()  # the run is over
-        for number in arrived:
-            if number in STOP_SIGNALS and now - first > 1:
-                os._exit(128 + number)
-            if number in STOP_SIGNALS and not watch.signal:
-                watch.signal, first = number, now
-        if by_torchrun and os.getppid() != launcher:  # killed: nobody else could end this rank
-            launcher = os.getppid()
-            if rank == "0":
-                say_error("the launcher was killed")
-            time.sleep(0 if rank == "0" else 2)  # rank 0 has the word, and a stop is for all
-            if not watch.signal:
-                os.kill(os.getpid(), signal.SIGTERM)
-        if watch.patient:
-            continue
-        place, waited = f"rank {rank}, update {watch.step}, {watch.phase}", now - watch.since
-        # NCCL raises nothing when a peer is lost, and the launcher's SIGTERM is only a wish.
-        lost = watch.meets and dist.is_initialized() and dist.get_backend() == "nccl"
-        if lost and min(waited, now - first) > LOST_PEER_S:
-            say_error(f"{place}: stopped while waiting for another rank")
-            os._exit(128 + watch.signal)
-        # A rank that waits for others leaves the floor to the one that they all wait for.
-        if waited > watch.timeout + PEER_LOSS_GRACE_S * watch.meets:
+def keep_watch(watch: Watch) -> None:
+    """A thread's work: ends a rank whose phase outlasts the time-out, with its stack. One that
+    waits for others leaves the floor to the one that they all wait for."""
+    rank, main_thread = os.environ.get("RANK", "0"), threading.main_thread().ident
+    while not watch.over.wait(1):
+        waited = time.monotonic() - watch.since
+        if not watch.patient and waited > watch.timeout + PEER_LOSS_GRACE_S * watch.meets:
             what = "waiting for another rank" if watch.meets else "no progress"
+            what += f" for {waited:.0f} s, more than DDP_TIMEOUT_S allows"
+            message = f"rank {rank}, update {watch.step}, {watch.phase}: {what}"
             stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
-            message = f"{place}: {what} for {waited:.0f} s, more than DDP_TIMEOUT_S allows"
             say_error(f"stack of rank {rank}:\n{stack}error: {message}", message)
             os._exit(1)
 

@@ -204,8 +204,6 @@ def test_a_signal_to_torchrun_is_one_short_message_after_saving(signalled, kind)
     assert status != 0
     (line,) = re.findall(r"^stopped: .*$", err, re.MULTILINE)
     assert re.search(rf"{name} after update \d+ of 3000; .*--resume {run}", line)
-    if kind == "killed":
-        assert err.count("the launcher was killed") == 1, err
     assert newest(run) == steps(run)[-1]
 
 
