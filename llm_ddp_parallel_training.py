@@ -1613,6 +1613,8 @@ def read_message(message: Any, number: int) -> dict:
     if not message["role"]:  # rendered, but never learned, it would pass for good data
         roles = f"role (or from) of {', '.join(ROLES)}, and content (or value)"
         raise ValueError(f"message {number}, {json.dumps(given)[:60]}, needs a {roles}")
+    if message.get("weight") not in (None, 0, 1):  # a share would be taken for 1
+        raise ValueError(f"message {number}: weight is {message['weight']!r}; it can be 0 or 1")
     calls, content = message.pop("tool_calls", None) or [], message.get("content")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {number}: tool_calls is not a list of objects")
@@ -1653,7 +1655,7 @@ TOOLS_IGNORED = "tools that the chat template ignores"
 MARKED, APPENDED, ONE_BY_ONE = ANSWERS_FOUND = (
     "answers marked by the chat template",
     "answers found as what the chat template appends",
-    "one answer a sample, since the chat template rewrites what was said before",
+    "one answer a sample, since the chat template renders it otherwise once the chat goes on",
 )
 
 
@@ -2449,7 +2451,7 @@ def patiently(function: Callable, *args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
         except Exception as error:  # every file system has its own kinds
-            final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+            final = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
             if pause is None or isinstance(error, final):
                 raise
             time.sleep(pause)
@@ -2757,8 +2759,10 @@ def finish(trainer: Trainer) -> None:
         except WriteError as error:  # the disk is full, say: nothing that was trained may be lost
             place = rescue(error, name, write)
             raise WriteError(f"{error}; the trained weights are in {place.parent}") from None
-    log.close(digests[0])
-    trainer.checkpoints.close(log.folder)
+    try:
+        log.close(digests[0])
+    finally:
+        trainer.checkpoints.close(log.folder)
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,6 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 from quick import checkpoints, here, steps
 
+import llm_ddp_parallel_training as ddp
+
 FLAGS = ("--dropout", 0.1, "--save-every", 2, "--log-every", 1, "--d-model", 16)
 RESULTS = {"run.json", "metrics.jsonl", "loss_curve.png", "tiny_transformer.pt"}
 
@@ -243,6 +245,19 @@ def test_a_store_that_stays_away_leaves_the_results_in_the_runs_folder(tmp_path,
     assert line.endswith(f"they are in {run}")
     assert {path.name for path in run.iterdir()} == RESULTS
     assert digest_line(finished)
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_keep_the_weights_from_the_store(
+    tmp_path, store, monkeypatch
+):
+    def full(*_) -> None:
+        raise ddp.WriteError("cannot write loss_curve.png: no space left on device")
+
+    monkeypatch.setattr(ddp, "draw_loss_curve", full)
+    flags = (*FLAGS, "--max-steps", 2, "--checkpoint-dir", store.url)
+    finished = here(*flags, "--output-dir", tmp_path / "run")
+    assert (finished.status, finished.err.count("no space left")) == (1, 1)
+    assert "tiny_transformer.pt" in files_at(store.url)
 
 
 def test_a_store_that_is_away_at_the_start_is_one_line_and_leaves_the_folder_free(tmp_path, store):

@@ -133,6 +133,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url"
     [
         ({"txt": "a", "id": 1}, ["txt", "id", '"text"', '"messages"', '"conversations"']),
         ({}, ["no keys"]),
+        ({"messages": [U, A | {"weight": 0.5}]}, ["message 2: weight is 0.5", "0 or 1"]),
         ({"prompt": "x"}, ["prompt", '"completion"']),
         ({"text": 5}, ["text", "5"]),
         ({"text": None}, ["text", "null"]),
