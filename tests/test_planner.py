@@ -168,7 +168,8 @@ class Kept:
             def watch(context, *operator, **options):
                 verdict = policy(context, *operator, **options)
                 if verdict == CheckpointPolicy.MUST_SAVE:
-                    result = context.op_output
+                    function, *given = operator  # called again: PyTorch 2.11 does not hand over
+                    result = function(*given, **options)  # what it returned
                     self(result[0] if isinstance(result, tuple) else result)
                 return verdict
 
