@@ -2349,8 +2349,8 @@ class Checkpoints:
         self.local = "file" in self.fs.protocol
         self.root = os.path.realpath(root) if self.local else root.rstrip("/")
         self.worker, self.pending = ThreadPoolExecutor(1), None
-        self.state: dict = {}  # the newest that was to be saved, on the CPU
-        self.trouble: WriteError | None = None  # why it could not be
+        self.name = self.best_name = ""  # of the newest state, and of the best one so far
+        self.content = memoryview(b"")  # of the newest state
 
     def names(self, pattern: str = r"step-\d+\.pt") -> list[str]:
         """What is there, newest first. Raises `UserError` for a place that cannot be reached."""
@@ -2388,47 +2388,43 @@ class Checkpoints:
         return None
 
     def save(self, state: dict) -> None:
-        """Copies the state and hands the copy to the thread that writes."""
+        """Takes the state of this instant as bytes, and hands them to the thread that writes."""
         self.wait()
-        self.state = copy_to_cpu(state)
+        steps = state["progress"]["step"], state["progress"]["best_step"]
+        self.name, self.best_name = (f"step-{step:08d}.pt" for step in steps)
+        self.content = in_bytes(state)
         self.pending = self.worker.submit(self._write)
 
-    def wait(self) -> None:
-        """Waits until the newest state is written, or has failed to."""
-        if self.pending:
-            self.pending.result()
+    def wait(self) -> BaseException | None:
+        """Waits until the newest state is written. Returns what kept it from that."""
+        return self.pending.exception() if self.pending else None
 
     def secure(self, folder: Path) -> str:
         """Sees to it that the newest state is somewhere. Returns what --resume may name for it.
         Raises `WriteError` if it can be written nowhere."""
-        self.wait()
-        if not self.trouble:
+        trouble = self.wait()
+        if not trouble:
             return str(folder)
-        content = in_bytes(self.state)
-        return str(rescue(self.trouble, self._name(), lambda to: to.write_bytes(content)))
-
-    def _name(self, step: str = "step") -> str:
-        return f"step-{self.state['progress'][step]:08d}.pt"
+        return str(rescue(trouble, self.name, lambda to: to.write_bytes(self.content)))
 
     def _write(self) -> None:
-        final, content = f"{self.root}/{self._name()}", in_bytes(self.state)
+        final = f"{self.root}/{self.name}"
         try:
             patiently(self.fs.makedirs, self.root, exist_ok=True)
             if self.local:
-                write_whole(Path(final), lambda to: to.write_bytes(content))
+                write_whole(Path(final), lambda to: to.write_bytes(self.content))
             else:
-                patiently(self.fs.pipe_file, f"{final}.partial", bytes(content))
+                patiently(self.fs.pipe_file, f"{final}.partial", bytes(self.content))
                 patiently(self.fs.mv, f"{final}.partial", final)
-            self.trouble = None
             # What is newer than this one is damaged, or of a course that the run has left.
-            kept = [name for name in self.names() if name <= self._name()][: self.keep]
+            kept = [name for name in self.names() if name <= self.name][: self.keep]
             for name in self.names(r"step-\d+\.pt(\.partial)?"):
-                if name not in (*kept, self._name("best_step")):
+                if name not in (*kept, self.best_name):
                     patiently(self.fs.rm_file, f"{self.root}/{name}")
         except Exception as error:  # every file system has its own kinds
             problem = f"cannot write a checkpoint to {self.place}: {reason_of(error)}"
-            self.trouble = WriteError(problem)
             say_error(f"warning: {problem}; the next one will be tried again")
+            raise WriteError(problem) from None
 
     def close(self, folder: Path) -> None:
         """Ends the thread; at a URL, puts the finished run's files there as well."""
@@ -2462,15 +2458,6 @@ def in_bytes(content: dict) -> memoryview:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getbuffer()
-
-
-def copy_to_cpu(value: Any) -> Any:
-    """A copy of nested dicts and lists with all tensors on the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_cpu(item) for key, item in value.items()}
-    return [copy_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 
 def state_to_resume(given: dict) -> dict | None:
@@ -2547,7 +2534,7 @@ def state_of(trainer: Trainer) -> dict:
     if launch.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(launch.device)
     return {
-        "model": dict(trained_parameters(trainer.bare)),
+        "model": {name: p.detach() for name, p in trained_parameters(trainer.bare)},
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "random": gather(random, launch),
@@ -2619,7 +2606,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def rescue(trouble: WriteError, name: str, write: Callable[[Path], Any]) -> Path:
+def rescue(trouble: BaseException, name: str, write: Callable[[Path], Any]) -> Path:
     """Writes what could not be written to a temporary folder instead, and returns the path; raises
     `trouble` if that fails too."""
     path = Path(tempfile.mkdtemp(prefix="rescued-"), name)
@@ -2684,8 +2671,8 @@ def holds_a_run(folder: Path) -> bool:
 
 def save_tiny(model: TinyCausalTransformer, path: Path) -> None:
     """`tiny_transformer.pt`: {"config": shape settings, "model": state dict}, on the CPU."""
-    content = {"config": model.config, "model": copy_to_cpu(dict(model.state_dict()))}
-    path.write_bytes(in_bytes(content))
+    weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    path.write_bytes(in_bytes({"config": model.config, "model": weights}))
 
 
 def load_tiny(folder: Path) -> TinyCausalTransformer:

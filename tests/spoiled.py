@@ -113,7 +113,7 @@ def spoil_the_start(kind: str, value: object) -> None:
     elif kind == "small buckets":  # of so many MB
         reference.wrap_in_ddp = functools.partial(reference.wrap_in_ddp, bucket_cap_mb=value)
     elif kind == "slow save":
-        torch.save = slowly(torch.save, value)
+        reference.write_whole = slowly(reference.write_whole, value)
     elif kind == "Ctrl-C in set-up":
         torch.manual_seed = pressed
     elif kind == "blocked teardown":  # as NCCL's is, when a peer will never come
@@ -128,15 +128,15 @@ def pressed(_: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def slowly(save: Callable, seconds: float) -> Callable:
-    """torch.save that needs so long for a checkpoint, which another thread writes."""
+def slowly(write: Callable, seconds: float) -> Callable:
+    """write_whole that needs so long for a checkpoint, which another thread writes."""
 
-    def slow_save(*arguments, **options):
+    def slow_write(*arguments):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(seconds)
-        return save(*arguments, **options)
+        return write(*arguments)
 
-    return slow_save
+    return slow_write
 
 
 def mean_of_means(step: Callable) -> Callable:
