@@ -2430,12 +2430,10 @@ class Checkpoints:
         """Ends the thread; at a URL, puts the finished run's files there as well."""
         self.wait()
         self.worker.shutdown()
+        paths = sorted(folder.rglob("*")) if "://" in self.place else []  # a folder, then its files
+        targets = [f"{self.root}/{path.relative_to(folder).as_posix()}" for path in paths]
         try:
-            for path in sorted(folder.rglob("*")) if "://" in self.place else ():
-                if path.is_file():
-                    target = f"{self.root}/{path.relative_to(folder).as_posix()}"
-                    patiently(self.fs.makedirs, target.rpartition("/")[0], exist_ok=True)
-                    patiently(self.fs.put_file, str(path), target)
+            patiently(self.fs.put, [str(path) for path in paths], targets)
         except Exception as error:  # every file system has its own kinds
             problem = f"cannot write the results to {self.place}: {reason_of(error)}"
             raise WriteError(f"{problem}; they are in {folder}") from None
