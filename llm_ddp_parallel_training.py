@@ -43,6 +43,7 @@ import ctypes
 import dataclasses
 import datetime
 import functools
+import gc
 import gzip
 import hashlib
 import importlib.util
@@ -1768,7 +1769,7 @@ def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
     if chat:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         [[(ids, learned)]] = tokenize(tokenizer, [{"messages": turns, "tools": None}], Counter())
-        ends.add(int(ids[learned][-1]))
+        ends.add([token for token, wanted in zip(ids, learned) if wanted][-1])
     return sorted(ends)
 
 
@@ -1777,16 +1778,16 @@ def end_tokens(tokenizer: Any, chat: bool) -> list[int]:
 
 def tokenize(
     tokenizer: Any, contents: Sequence, counts: Counter, where: Callable = "record {}".format
-) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """For each text or conversation, its samples as (token ids uint32 [T], learned bool [T]). Of a
-    text, every token is learned, and the EOS behind it; of a conversation, the answers."""
+) -> list[list[tuple[list[int], list[bool]]]]:
+    """For each text or conversation, its samples as (token ids [T], learned [T]). Of a text, every
+    token is learned, and the EOS behind it; of a conversation, the answers."""
     rows: list[list] = [[] for _ in contents]
     texts = [(i, content) for i, content in enumerate(contents) if isinstance(content, str)]
     backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id  # faster than `tokenizer`
     for (i, _), encoded in zip(texts, backend.encode_batch_fast([text for _, text in texts])):
         ids = encoded.ids
         ids += [eos] * (ids[-1:] != [eos])
-        rows[i].append((np.array(ids, np.uint32), np.ones(len(ids), bool)))
+        rows[i].append((ids, [True] * len(ids)))
     chats = []
     for i, content in enumerate(contents):
         try:
@@ -1804,24 +1805,21 @@ def tokenize(
             parts = backend.encode_batch(parts, add_special_tokens=False)
             ids = [token for part in parts for token in part.ids]
             offsets = [(a + at, b + at) for part, at in zip(parts, cuts) for a, b in part.offsets]
-        begin, end = np.array(offsets).reshape(-1, 2).T
-        learned = np.zeros(len(begin), bool)
-        for first, last in spans:
-            learned |= (first <= begin) & (begin < end) & (end <= last)
-        rows[i].append((np.array(ids, np.uint32), learned))
+        learned = [any(begin <= a < b <= end for begin, end in spans) for a, b in offsets]
+        rows[i].append((ids, learned))
     return rows
 
 
-def fit(ids: np.ndarray, learned: np.ndarray, settings: Settings, counts: Counter) -> list:
+def fit(ids: Sequence, learned: Sequence, settings: Settings, counts: Counter) -> list:
     """Cuts a sample to --seq-len: a list of none, one or several (ids, learned). Pieces overlap by
     one token, so that each token is predicted once; one that predicts nothing is left out."""
-    length, overlong, starts = settings.seq_len, settings.overlong, range(1)
+    length, overlong, pieces = settings.seq_len, settings.overlong, [(ids, learned)]
     if len(ids) > length:
         counts["overlong"] += 1
         counts["lost"] += len(ids) - length * (overlong == "truncate")
         starts = range({"truncate": 1, "drop": 0, "split": len(ids) - 1}[overlong])[:: length - 1]
-    pieces = [(ids[i : i + length], learned[i : i + length]) for i in starts]
-    kept = [piece for piece in pieces if piece[1][1:].any()]
+        pieces = [(ids[i : i + length], learned[i : i + length]) for i in starts]
+    kept = [piece for piece in pieces if True in piece[1][1:]]
     counts["unlabelled"] += len(pieces) - len(kept)
     return kept
 
@@ -1857,6 +1855,7 @@ class TokenizedSamples(Dataset):
 
         tokens, lengths, records = (array.array("I") for _ in range(3))
         begins = range(0, len(part), self.AT_ONCE)
+        gc.freeze()  # so many lists bring many collections, which then skip what PyTorch holds
         for begin in tqdm(begins, "tokenizing", delay=2, disable=not bar):
             ids = [int(i) for i in part[begin : begin + self.AT_ONCE]]
             where = functools.partial(lambda ids, k: samples.where(ids[k]), ids)
@@ -1867,8 +1866,9 @@ class TokenizedSamples(Dataset):
                 numbers, parts, learned = zip(*pieces)
                 records.extend(numbers)
                 lengths.extend(map(len, parts))
-                marks = np.concatenate(learned) * self.LEARNED
-                tokens.frombytes((np.concatenate(parts) | marks).tobytes())
+                marks = np.fromiter(itertools.chain(*learned), bool) * self.LEARNED
+                values = np.fromiter(itertools.chain(*parts), np.uint32)
+                tokens.frombytes((values | marks).tobytes())
         # Copies, since an array that has grown holds a reserve.
         self.tokens, self.records = np.array(tokens, np.uint32), np.array(records, np.uint32)
         self.edges = np.append(0, np.cumsum(lengths, dtype=np.int64))
@@ -1889,7 +1889,7 @@ class TokenizedSamples(Dataset):
 def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
     """The collate function of a causal model: a closure over its tokenizer."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    nothing = [(np.full(2, pad, np.uint32), np.zeros(2, bool))]
+    nothing = [([pad] * 2, [False] * 2)]
     flatten_up_to = 1024  # tokens: attention grows with the square of a row
 
     def collate_fn(items: Sequence[tuple[int, Any]]) -> dict:
@@ -1917,8 +1917,8 @@ def qwen_collator(tokenizer: Any, settings: Settings) -> Callable:
             at = 0
             for number, (ids, learned) in enumerate(pieces):
                 here = slice(at, at + len(ids))
-                input_ids[row, here] = torch.from_numpy(ids.astype(np.int64))
-                wanted = torch.from_numpy(learned)
+                input_ids[row, here] = torch.from_numpy(np.asarray(ids, np.int64))
+                wanted = torch.as_tensor(learned)
                 labels[row, here] = torch.where(wanted, input_ids[row, here], IGNORE)
                 labels[row, at] = IGNORE  # nothing stands before it to predict it from
                 positions[row, here] = torch.arange(len(ids))

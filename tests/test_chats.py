@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import compress
 
 import pytest
 from qwen_assets import make_tokenizer
@@ -53,7 +54,7 @@ def samples_of(tokenizer, messages: list[dict], tools: object = None) -> tuple[s
     rules = [rule for rule in ddp.ANSWERS_FOUND if counts[rule]]
     assert len(rules) <= 1 and counts[rules[0] if rules else ""] == (len(row) if rules else 0)
     return rules[0] if rules else "", [
-        (tokenizer.decode(ids), tokenizer.decode(ids[learned])) for ids, learned in row
+        (tokenizer.decode(ids), tokenizer.decode([*compress(ids, learned)])) for ids, learned in row
     ]
 
 
@@ -70,9 +71,8 @@ def learned_of(template: str, messages: list[dict], rule: str) -> list[str]:
 def test_only_the_assistant_is_learned_including_its_end_of_turn(tokenizer):
     [[(ids, learned)]] = ddp.tokenize(tokenizer, [ddp.read_record({"messages": CHAT})], Counter())
     expected = "A rank is one process.\n<|im_end|>\n\nAll of them.<|im_end|>"
-    assert tokenizer.decode(ids[learned]) == expected
-    assert ids.tolist() == tokenizer.apply_chat_template(CHAT, tokenize=True)["input_ids"]
-    assert (ids.dtype, learned.dtype) == ("uint32", "bool")
+    assert tokenizer.decode([*compress(ids, learned)]) == expected
+    assert ids == tokenizer.apply_chat_template(CHAT, tokenize=True)["input_ids"]
 
 
 def test_an_answer_that_is_also_in_the_question_is_learned_only_as_the_answer(tokenizer):
@@ -221,11 +221,11 @@ def test_what_is_learned_follows_the_tokens_that_the_model_is_asked_with(name):
         (ids, learned) = row[0]
         asked = tokenizer.apply_chat_template(SHORT[:1], tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(asked, add_special_tokens=False)["input_ids"]
-        begin = int(learned.argmax())
-        assert ids[: len(prompt)].tolist() == prompt
+        begin = learned.index(True)
+        assert ids[: len(prompt)] == prompt
         assert tokenizer.decode(ids[len(prompt) : begin]) in ("", "(note)\n")
-        assert learned[begin:].tolist() == sorted(learned[begin:], reverse=True)  # one stretch
-        last = int(ids[learned][-1])
+        assert learned[begin:] == sorted(learned[begin:], reverse=True)  # one stretch
+        [*_, last] = compress(ids, learned)
         assert last in ddp.end_tokens(tokenizer, chat=True)
 
 
