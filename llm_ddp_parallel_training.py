@@ -104,10 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if settings.dry_run:
             return show_plan(run)
 
-        folder = open_run_folder(run)  # ranks meet: rank 0 names it
+        folder, checkpoints = open_run_folder(run)  # ranks meet: rank 0 makes them
         log = RunLog(run, folder, state)  # prints and writes on rank 0
-        place = settings.checkpoint_dir or folder / "checkpoints"
-        checkpoints = Checkpoints(place, settings.keep) if launch.rank == 0 else None
         trainer = Trainer(run, log, checkpoints)  # ranks meet: DDP
         if state:
             restore(trainer, state)  # ranks meet
@@ -1036,8 +1034,6 @@ def resolve(settings: Settings) -> None:
     s.device = "cpu" if s.cpu and s.device == "auto" else s.device
     refuse(s.cpu and s.device != "cpu", f"--cpu contradicts --device {s.device}; give one of them")
     refuse(s.overwrite and s.resume, "--overwrite begins anew, --resume goes on; give one of them")
-    out = s.output_dir
-    refuse(out and out.exists() and not out.is_dir(), f"--output-dir {out} is not a folder")
     refuse(s.corpus_file and s.builtin, "--corpus-file contradicts --builtin; give one of them")
     refuse(s.d_model % s.heads, f"--heads {s.heads} does not divide --d-model {s.d_model}")
     refuse(s.generate == "", "--generate needs a prompt of at least one character")
@@ -1106,6 +1102,16 @@ def refuse(wrong: Any, message: str) -> None:
     """Raises `UserError` if something is wrong."""
     if wrong:
         raise UserError(message)
+
+
+@contextlib.contextmanager
+def blaming(what: str, kind: type[RunError] = UserError) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a `UserError`, or one of that `kind`, that says `what` is
+    to blame: every library and file system has its own errors."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {reason_of(error)}") from None
 
 
 @contextlib.contextmanager
@@ -1302,12 +1308,9 @@ def read_file(path: Path) -> bytes | mmap.mmap:
     """A file's bytes. They are mapped, which costs each rank address space and not memory: the
     pages are shared by all ranks of a machine. Raises `UserError`."""
     refuse(path.exists() and not path.is_file(), f"--corpus-file {path} is not a regular file")
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            return spill(gzip.open(path)) if zipped else map_file(file)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"--corpus-file {path}: {reason_of(error)}") from None
+    with blaming(f"--corpus-file {path}"), open(path, "rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+        return spill(gzip.open(path)) if zipped else map_file(file)
 
 
 def map_file(file: Any) -> bytes | mmap.mmap:
@@ -2342,25 +2345,20 @@ class Checkpoints:
         import fsspec
 
         self.place, self.keep = str(place), keep
-        try:
+        with blaming(f"--checkpoint-dir {place}"):
             self.fs, root = fsspec.core.url_to_fs(self.place)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"--checkpoint-dir {place}: {reason_of(error)}") from None
-        self.local = "file" in self.fs.protocol
-        self.root = os.path.realpath(root) if self.local else root.rstrip("/")
+        self.root, self.local = root.rstrip("/"), "file" in self.fs.protocol
         self.worker, self.pending = ThreadPoolExecutor(1), None
         self.name = self.best_name = ""  # of the newest state, and of the best one so far
         self.content = memoryview(b"")  # of the newest state
 
     def names(self, pattern: str = r"step-\d+\.pt") -> list[str]:
         """What is there, newest first. Raises `UserError` for a place that cannot be reached."""
-        try:
-            self.fs.invalidate_cache()
-            paths = patiently(self.fs.ls, self.root, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except Exception as error:  # every file system has its own kinds
-            raise UserError(f"--checkpoint-dir {self.place}: {reason_of(error)}") from None
+        paths: list[str] = []
+        with blaming(f"--checkpoint-dir {self.place}"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self.fs.invalidate_cache()
+                paths = patiently(self.fs.ls, self.root, detail=False)
         names = (path.rstrip("/").rpartition("/")[2] for path in paths)
         return sorted((name for name in names if re.fullmatch(pattern, name)), reverse=True)
 
@@ -2379,7 +2377,9 @@ class Checkpoints:
                 if "global_batch" not in state:
                     raise ValueError("no checkpoint of this program")
                 notes.append(f"going on from {self.place}/{name}")
-                return state | {"note": "; ".join(notes)}
+                # A named one begins a new run: what lies in its place belongs to another.
+                root = None if named else self.root
+                return state | {"note": "; ".join(notes), "root": root}
             except Exception as error:  # zipfile, torch and every file system have their own kinds
                 notes.append(f"{name} is damaged or not there ({reason_of(error)})")
         if self.names(r"step-\d+|manifest\.json"):
@@ -2432,11 +2432,8 @@ class Checkpoints:
         self.worker.shutdown()
         paths = sorted(folder.rglob("*")) if "://" in self.place else []  # a folder, then its files
         targets = [f"{self.root}/{path.relative_to(folder).as_posix()}" for path in paths]
-        try:
+        with blaming(f"the results are in {folder}, cannot write them to {self.place}", WriteError):
             patiently(self.fs.put, [str(path) for path in paths], targets)
-        except Exception as error:  # every file system has its own kinds
-            problem = f"cannot write the results to {self.place}: {reason_of(error)}"
-            raise WriteError(f"{problem}; they are in {folder}") from None
 
 
 def patiently(function: Callable, *args: Any, **options: Any) -> Any:
@@ -2474,25 +2471,22 @@ def state_to_resume(given: dict) -> dict | None:
     else:
         place = source
         given.setdefault("checkpoint_dir", source)
-    checkpoints = Checkpoints(place or ".")
-    state = checkpoints.newest(name)
+    state = Checkpoints(place or ".").newest(name)
     missing = not state and source != "auto"
     refuse(missing, f"--resume: no complete checkpoint in {place}; see --save-every")
-    if name:  # a new run: what lies there belongs to the other one
+    if name:  # a new run
         state["settings"]["checkpoint_dir"] = None
-    return state and state | {"root": checkpoints.root, "named": name}
+    return state
 
 
 def saved_settings(folder: str) -> dict:
     """The settings of a run, from its run.json. Raises `UserError`."""
-    try:
+    with blaming(f"--resume {folder}: no run with a run.json"):
         saved = json.loads(Path(folder, "run.json").read_text("utf-8"))["settings"]
         values = {n: v for n, v in saved.items() if v is not None and not isinstance(v, bool)}
         # Are they what the command line would take?
         flag_parser().parse_args(f"--{n.replace('_', '-')}={v}" for n, v in values.items())
         return saved
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
-        raise UserError(f"--resume {folder}: no run with a run.json: {reason_of(error)}") from None
 
 
 def fit_to_checkpoint(run: Run) -> dict | None:
@@ -2615,56 +2609,54 @@ def rescue(trouble: BaseException, name: str, write: Callable[[Path], Any]) -> P
     return path
 
 
-def open_run_folder(run: Run) -> Path:
-    """Claims the output folder and the place of checkpoints on rank 0. Ranks meet. Raises
+def open_run_folder(run: Run) -> tuple[Path, Checkpoints | None]:
+    """Makes the output folder and the place of checkpoints on rank 0. Ranks meet. Raises
     `UserError` if one of them holds another run, or cannot be written to."""
-    s, folder = run.settings, None
+    s, folder, checkpoints = run.settings, None, None
     if run.launch.rank == 0:
-        name = f"runs/{s.model}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        tries = [s.output_dir] if s.output_dir else [Path(name + x) for x in ("", "-2", "-3", "-4")]
-        folder = next((path for path in tries if claim(path, s)), None)
-        holds = f"--output-dir {tries[0]} already holds a run or is no folder"
-        refuse(not folder, f"{holds}; choose another, or give --overwrite")
-    return gather(folder, run.launch)[0]
-
-
-def claim(folder: Path, settings: Settings) -> bool:
-    """Makes a run's folder and takes possession of it by its run.json; False if another has it."""
-    s, state, own = settings, settings.checkpoint, False
-    if s.resume == "auto":  # without a checkpoint, an attempt that came to nothing may lie there
-        own = bool(state) or not any((folder / name).exists() for name in RESULTS)
-    elif s.resume:
-        own = Path(s.resume).resolve() == folder.resolve()
-    checkpoints = Checkpoints(s.checkpoint_dir or folder / "checkpoints")
-    goes_on = state and not state["named"] and state["root"] == checkpoints.root
-    foreign = [] if goes_on else checkpoints.names()
-    taken = foreign and s.checkpoint_dir and not s.overwrite
-    refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
-    flag = "--checkpoint-dir"
-    try:
+        refuse_other_run(s)
         if s.checkpoint_dir:  # now, and not hours later at the first save
-            checkpoints.fs.makedirs(checkpoints.root, exist_ok=True)
-        flag = "--output-dir"
-        folder.mkdir(parents=True, exist_ok=bool(s.output_dir))
-        if s.overwrite:
-            for name in ARTIFACTS:
-                remove(folder / name)
-            for name in foreign:
-                checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
-        if not own and holds_a_run(folder):
-            return False
-        open(folder / "run.json", "a" if own else "x", encoding="utf-8").close()
-    except Exception as error:  # every file system has its own kinds
-        if flag == "--output-dir" and isinstance(error, FileExistsError):
-            return False
-        place = folder if flag == "--output-dir" else s.checkpoint_dir
-        raise UserError(f"{flag} {place}: {reason_of(error)}") from None
-    return True
+            checkpoints = Checkpoints(s.checkpoint_dir, s.keep)
+            own = s.overwrite or (s.checkpoint and s.checkpoint["root"] == checkpoints.root)
+            taken = not own and checkpoints.names()
+            refuse(taken, f"--checkpoint-dir {s.checkpoint_dir} holds checkpoints of another run")
+            with blaming(f"--checkpoint-dir {s.checkpoint_dir}"):
+                checkpoints.fs.makedirs(checkpoints.root, exist_ok=True)
+        with blaming(f"--output-dir {s.output_dir or 'runs'}"):
+            folder = s.output_dir or new_folder(s.model)
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints = checkpoints or Checkpoints(folder / "checkpoints", s.keep)
+            if s.overwrite:
+                for name in ARTIFACTS:
+                    remove(folder / name)
+                for name in checkpoints.names():
+                    checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
+    return gather(folder, run.launch)[0], checkpoints
 
 
-def holds_a_run(folder: Path) -> bool:
-    """Whether a new run would replace something there."""
-    return any((folder / artifact).exists() for artifact in ARTIFACTS)
+def new_folder(model: str) -> Path:
+    """Makes runs/<model>-<date>-<time>, of a later second if another job has that one."""
+    now = datetime.datetime.now()
+    while True:
+        folder = Path(f"runs/{model}-{now:%Y%m%d-%H%M%S}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            now += datetime.timedelta(seconds=1)
+
+
+def refuse_other_run(settings: Settings) -> None:
+    """Raises `UserError` if --output-dir has a run that this one may not replace."""
+    s, folder = settings, settings.output_dir
+    if s.overwrite or not folder:
+        return
+    own = s.resume and Path(s.resume).resolve() == folder.resolve()
+    if s.resume == "auto":  # without a checkpoint, an attempt that came to nothing may lie there
+        own = s.checkpoint or not any((folder / name).exists() for name in RESULTS)
+    taken = folder.is_file() or any((folder / name).exists() for name in ARTIFACTS)
+    holds = f"--output-dir {folder} already holds a run or is no folder"
+    refuse(taken and not own, f"{holds}; choose another, or give --overwrite")
 
 
 def save_tiny(model: TinyCausalTransformer, path: Path) -> None:
@@ -2676,13 +2668,10 @@ def save_tiny(model: TinyCausalTransformer, path: Path) -> None:
 def load_tiny(folder: Path) -> TinyCausalTransformer:
     """Reads `tiny_transformer.pt` of a run. Raises `UserError` if it is missing or damaged."""
     path = folder / "tiny_transformer.pt"
-    refuse(not path.exists(), f"{path} does not exist: {folder} is not a finished tiny run")
-    try:
+    with blaming(f"{path} is not of a finished tiny run, or damaged"):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = TinyCausalTransformer(**saved["config"])
         model.load_state_dict(saved["model"])
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise UserError(f"{path} is damaged or not of this program: {reason_of(error)}") from None
     return model
 
 
@@ -2801,10 +2790,9 @@ def print_header(run: Run) -> None:
 
 def show_plan(run: Run) -> None:
     """--dry-run: the header, and one sample as the model will see it, its learned part marked."""
-    s, say = run.settings, run.launch.say
+    say = run.launch.say
     print_header(run)
-    taken = s.output_dir and not (s.overwrite or s.resume) and holds_a_run(s.output_dir)
-    refuse(taken, f"--output-dir {s.output_dir} already holds a run; give --overwrite")
+    refuse_other_run(run.settings)
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     text = "".join(f"{on}{part}{off}" if learned else part for part, learned in run.show())
     say(f"{'sample':10} what is learned stands in {on}{'green' if on != '[[' else ''}{off}")

@@ -26,11 +26,31 @@ import llm_ddp_parallel_training as ddp  # noqa: E402
 # One thread for what runs in this process: on busy cores, threads wait for each other at every
 # small operation, and the models of the tests are too small to gain from a second one.
 torch.set_num_threads(1)
+# And in the processes that tests start, threads that wait for each other sleep, and do not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell starts what is put in the background with SIGINT ignored, which children would inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+# Several workers share the files out in this order, so that none begins a long one at the end.
+LONGEST_FIRST = """
+    test_notebook test_qwen test_faults test_docs test_explain_step test_scaling test_resume
+    test_gpu_check test_planner test_strategies test_launch test_corpus test_break_it test_labs
+    test_hundred_lines
+""".split()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the order that is made below; pytest-xdist would begin with the most tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first."""
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @dataclasses.dataclass

@@ -63,7 +63,7 @@ def test_adapter_and_merged_model_give_the_same_logits_in_a_fresh_process(tmp_pa
     settings = settings_of("--base-model", small_qwen, "--lora-r", 4, "--merge")
     base, tokenizer = ddp.load_base(settings)
     model = adapted(base, "--lora-dropout", 0)
-    ids = torch.tensor([sample_of(tokenizer, TEXTS[2])[0].tolist()])
+    ids = torch.tensor([sample_of(tokenizer, TEXTS[2])[0]])
     want = logits_of(model, ids)
     with model.disable_adapter():
         assert (logits_of(model, ids) - want).abs().max() > 0.1
@@ -95,7 +95,7 @@ def test_the_merged_model_is_right_with_tied_and_untied_heads(tmp_path, tied):
     settings = settings_of("--base-model", save_folder(tmp_path / "base", tied), "--merge")
     base, tokenizer = ddp.load_base(settings)
     model = adapted(base, "--lora-dropout", 0)
-    ids = torch.tensor([sample_of(tokenizer, TEXTS[2])[0].tolist()])
+    ids = torch.tensor([sample_of(tokenizer, TEXTS[2])[0]])
     want = logits_of(model, ids)
     write_results(model, tokenizer, tmp_path, chat=False)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

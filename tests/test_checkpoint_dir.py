@@ -241,8 +241,8 @@ def test_a_store_that_stays_away_leaves_the_results_in_the_runs_folder(tmp_path,
     assert finished.status == 1
     *warnings, line = finished.err.splitlines()
     assert len(warnings) == 2 and all(w.startswith("warning: ") for w in warnings)
-    assert line.startswith(f"error: cannot write the results to {store.url}: the network is down")
-    assert line.endswith(f"they are in {run}")
+    assert line.startswith(f"error: the results are in {run}, cannot write them to {store.url}: ")
+    assert line.endswith("the network is down")
     assert {path.name for path in run.iterdir()} == RESULTS
     assert digest_line(finished)
 
