@@ -36,9 +36,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 # Several workers share the files out in this order, so that none begins a long one at the end.
 LONGEST_FIRST = """
-    test_notebook test_qwen test_faults test_docs test_explain_step test_scaling test_resume
-    test_gpu_check test_planner test_strategies test_launch test_corpus test_break_it test_labs
-    test_hundred_lines
+    test_faults test_docs test_qwen test_notebook test_resume test_explain_step test_planner
+    test_strategies test_break_it test_gpu_endings test_checkpoint_dir test_gpu_check test_launch
+    test_corpus test_hundred_lines test_scaling test_errors test_labs
 """.split()
 
 

@@ -305,7 +305,7 @@ def test_on_two_ranks_a_mistake_in_the_data_is_said_by_rank_0_and_left_for_the_l
     flags, file = ("--corpus-file", desk / "latin1.txt"), desk / "error.json"
     endings = job(2, *flags, faults=[{"kind": "late", "rank": 1, "value": 0.5}],
                   TORCHELASTIC_ERROR_FILE=str(file))  # fmt: skip
-    assert [e.status for e in endings] == [2, 2]
+    assert endings[0].status == 2 and endings[1].status > 0  # which may have lost rank 0 by then
     (line,) = endings[0].err.splitlines()
     assert line.startswith("error: ") and "latin1.txt, line 2, byte offset 6:" in line
     assert line.removeprefix("error: ") == json.loads(file.read_text())["message"]["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import quick
 from conftest import ROOT, TORCHRUN, clean_environment, root_cause, run_command
@@ -17,12 +18,21 @@ def test_a_run_that_ends_well_destroys_the_group_on_all_ranks(tmp_path):
     assert "destroyed together" in first.out and "destroyed together" in other.out
 
 
+# torchrun that kills what has not ended two seconds after SIGTERM, not thirty.
+IMPATIENT = """
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.run import main
+PContext.close.__defaults__ = (None, 2)
+main()
+"""
+
+
 def test_a_rank_that_fails_alone_does_not_wait_for_others_and_is_the_root_cause(tmp_path):
     """Its traceback is printed, and the rank that sits in an all-reduce is not called the cause."""
     fault = {"kind": "exception", "rank": 1, "update": 3}
     environment = clean_environment(PRETEND="nccl", FAULTS=json.dumps([fault]))
-    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2"  # 30 s by default, then it kills
-    script = [*TORCHRUN, "--nproc_per_node=2", str(ROOT / "tests" / "pretend.py"), "--cpu"]
+    launcher = [sys.executable, "-c", IMPATIENT, *TORCHRUN[3:], "--nproc_per_node=2"]
+    script = [*launcher, str(ROOT / "tests" / "pretend.py"), "--cpu"]
     finished = run_command([*script, *map(str, FLAGS), str(tmp_path / "run")], env=environment)
     assert finished.status == 1
     assert "rank 1, update 3" in finished.err and "Traceback" in finished.err
