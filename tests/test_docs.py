@@ -11,6 +11,7 @@ import inspect
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -177,18 +178,20 @@ def test_a_command_block_does_what_its_page_shows(block, output, copy):
     check_output(output, finished.out + finished.err)
 
 
-def test_a_small_qwen_is_made_and_trained_as_its_page_shows(copy, monkeypatch):
+def test_a_small_qwen_learns_the_readmes_chats_as_its_page_shows(copy, monkeypatch):
     """In this process, because importing transformers twice more takes long."""
     from qwen_assets import save_folder
 
     (block,) = (b for b in blocks(page_named("Qwen-LoRA")) if b.marker == "run: small qwen")
-    make, train = block.commands()
+    (chats,) = (b.text for b in blocks(ROOT / "README.md") if b.language == "json")
+    make, train, ask = block.commands()
     assert "qwen_assets.save_folder('small-qwen')" in make
     monkeypatch.chdir(copy)
     save_folder(Path("small-qwen"))
-    finished = main_here(*train.split()[2:])
-    assert finished.status == 0, finished.out + finished.err
-    check_output(output_after(block), finished.out)
+    Path("chats.jsonl").write_text(chats, "utf-8")
+    trained, asked = (main_here(*shlex.split(line)[2:]) for line in (train, ask))
+    assert trained.status == 0, trained.out + trained.err
+    check_output(output_after(block), trained.out + asked.out)
 
 
 def test_every_page_with_a_first_command_has_one_that_is_run():
