@@ -1003,6 +1003,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> Settings:
         "DDP_TIMEOUT_S, seconds without progress after which a rank counts as hung (default: 600)",
     )
     given, state, saved = vars(parser.parse_args(argv)), None, {}
+    for name in given.keys() & {"output_dir", "corpus_file", "resume", "base_model"}:
+        with blaming(f"--{name.replace('_', '-')} {given[name]}"):
+            Path(given[name], "run.json").exists()  # raises if it is too long, or out of reach
     if "generate" in given:
         refuse("resume" not in given, "--generate PROMPT needs --resume RUN, a finished run")
         saved = saved_settings(given["resume"])
@@ -2625,6 +2628,7 @@ def open_run_folder(run: Run) -> tuple[Path, Checkpoints | None]:
         with blaming(f"--output-dir {s.output_dir or 'runs'}"):
             folder = s.output_dir or new_folder(s.model)
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / "run.json").touch()  # can it be written to?
             checkpoints = checkpoints or Checkpoints(folder / "checkpoints", s.keep)
             if s.overwrite:
                 for name in ARTIFACTS:

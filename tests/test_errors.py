@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from quick import job
 import llm_ddp_parallel_training as ddp
 
 SPOILED = ROOT / "tests" / "spoiled.py"
+LONG = "x" * 300
 HUGE = str(10**15)  # more bytes than any machine can address
 
 
@@ -135,6 +138,11 @@ MISTAKES = [
     ("--resume run", "run"),
     ("--resume missing.pt", "missing.pt"),
     ("--resume good.txt", "good.txt"),
+    (f"--output-dir {LONG}", "--output-dir File name too long"),
+    (f"--corpus-file {LONG}", "--corpus-file File name too long"),
+    (f"--resume {LONG}", "--resume File name too long"),
+    (f"--checkpoint-dir {LONG}", "--checkpoint-dir File name too long"),
+    (f"--model qwen --base-model {LONG}", "--base-model File name too long"),
 ]
 
 
@@ -190,6 +198,26 @@ def test_a_folder_that_cannot_be_written_is_one_line(desk, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refused)
     line = the_error_line(main_here("--cpu", "--output-dir", "locked"))
     assert "--output-dir locked" in line and "Permission denied" in line
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o555], ids=["locked", "read-only"])
+@pytest.mark.parametrize("flags", ["--overwrite", "--resume auto", "--seed 1"])
+def test_a_folder_without_permission_is_one_line_also_for_root_without_its_powers(
+    tmp_path, mode, flags
+):
+    powers = "-dac_override,-dac_read_search"
+    drop = ["setpriv", f"--bounding-set={powers}", f"--inh-caps={powers}"]
+    if os.geteuid() == 0 and not shutil.which("setpriv"):
+        pytest.skip("root may write everywhere")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(mode)
+    try:
+        start = command(1, "--cpu", "--max-steps", 1, "--output-dir", folder, *flags.split())
+        line = the_error_line(run_command([*drop * (os.geteuid() == 0), *start]))
+    finally:
+        folder.chmod(0o700)
+    assert f"--output-dir {folder}: Permission denied" in line and not any(folder.iterdir())
 
 
 @pytest.mark.parametrize(
