@@ -630,7 +630,7 @@ def test_a_launch_file_names_files_where_they_are(path):
     ],
 )
 def test_a_launch_file_passes_its_flags_on(stand_ins, line, nodes, ranks):
-    launcher, flags = launched(f"bash {ROOT}/{line}", stand_ins)
+    launcher, flags = launched(f"bash '{ROOT}'/{line}", stand_ins)
     assert (launcher.nnodes, launcher.nproc_per_node) == (nodes, ranks)
     given = line.split("8 " if "node-a" in line else "2 ", 1)[1].split()
     assert flags[-len(given) :] == given
@@ -638,6 +638,6 @@ def test_a_launch_file_passes_its_flags_on(stand_ins, line, nodes, ranks):
 
 
 def test_one_process_on_a_mac_needs_no_launcher(stand_ins):
-    call = f"bash {ROOT}/wiki/launch/mac.sh 1 --max-steps 20"
+    call = f"bash '{ROOT}'/wiki/launch/mac.sh 1 --max-steps 20"
     finished = shell(call, stand_ins, env=environment(stand_ins))
     assert finished.out.splitlines() == [SCRIPT, "--max-steps", "20"]

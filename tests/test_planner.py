@@ -467,11 +467,12 @@ def test_text_json_and_picture_need_no_torch(tmp_path):
     picture = tmp_path / "memory.png"
     code = (
         "import sys; sys.modules['torch'] = None; from labs.planner.__main__ import main; "
-        f"main('{EXERCISE} --json --picture {picture}'.split())"
+        "main(sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+        [sys.executable, "-c", code, *EXERCISE.split(), "--json", "--picture", picture],
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["layout"]["name"].startswith("fsdp 32")
     assert picture.read_bytes().startswith(b"\x89PNG")
