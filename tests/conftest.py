@@ -23,10 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import llm_ddp_parallel_training as ddp  # noqa: E402
 
-# One thread for what runs in this process: on busy cores, threads wait for each other at every
-# small operation, and the models of the tests are too small to gain from a second one.
-torch.set_num_threads(1)
-# And in the processes that tests start, threads that wait for each other sleep, and do not spin.
+# In the processes that tests start, threads that wait for each other sleep, and do not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell starts what is put in the background with SIGINT ignored, which children would inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -51,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first."""
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread for what runs in this process, whatever the test before has set: on busy cores,
+    threads wait for each other at every small operation, and more of them add up otherwise."""
+    torch.set_num_threads(1)
 
 
 @dataclasses.dataclass

@@ -22,14 +22,13 @@ from labs import planner
 @pytest.fixture
 def bench(tmp_path, small_qwen, monkeypatch):
     """What a check gets on a machine without a GPU, with a Qwen of two small layers."""
-    work, threads = tmp_path / "work of a check", torch.get_num_threads()
+    work = tmp_path / "work of a check"
     work.mkdir()
     facts = {"half": "bf16", "card": None, "peak": None, "cards": 0, "matmul": 1e11}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # a check sets them for good
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    yield benches.Bench("cpu", 2, small_qwen, work, facts)
-    torch.set_num_threads(threads)
+    return benches.Bench("cpu", 2, small_qwen, work, facts)
 
 
 IN_THIS_PROCESS = [

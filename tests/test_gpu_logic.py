@@ -40,9 +40,7 @@ def pretend(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         return opened
 
-    threads = torch.get_num_threads()
-    yield set_up
-    torch.set_num_threads(threads)
+    return set_up
 
 
 def reason(launch, what):
