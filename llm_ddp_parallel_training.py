@@ -1047,7 +1047,7 @@ def resolve(settings: Settings) -> None:
         there = importlib.util.find_spec(package)
         refuse(not there, f"the package {package} is missing: pip install {package}")
     if s.checkpoint_dir and "://" not in s.checkpoint_dir:
-        s.checkpoint_dir = str(Path(s.checkpoint_dir).absolute())
+        s.checkpoint_dir = str(Path(s.checkpoint_dir).expanduser().absolute())
     s.corpus_file = Path(s.corpus_file).absolute() if s.corpus_file else None
     s.builtin = s.builtin or (None if s.corpus_file else "lessons")
     refuse(s.builtin and s.corpus_format == "jsonl", "--corpus-format jsonl needs a --corpus-file")
@@ -2597,8 +2597,9 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that it holds, if it is there."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    """Removes a file, a link, or a folder with all that it holds, if it is there."""
+    folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path) if folder else path.unlink(missing_ok=True)
 
 
 def rescue(trouble: BaseException, name: str, write: Callable[[Path], Any]) -> Path:
@@ -2640,11 +2641,12 @@ def open_run_folder(run: Run) -> tuple[Path, Checkpoints | None]:
 
 def new_folder(model: str) -> Path:
     """Makes runs/<model>-<date>-<time>, of a later second if another job has that one."""
+    Path("runs").mkdir(exist_ok=True)
     now = datetime.datetime.now()
     while True:
         folder = Path(f"runs/{model}-{now:%Y%m%d-%H%M%S}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             now += datetime.timedelta(seconds=1)

@@ -187,6 +187,27 @@ def test_overwrite_replaces_the_checkpoints_of_another_run(place, tmp_path):
     assert saved_at(place) == [2, 3]
 
 
+def test_overwrite_takes_a_link_away_and_not_what_it_leads_to(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "large disk"
+    here(*FLAGS, "--max-steps", 2, "--output-dir", run)
+    (run / "checkpoints").rename(disk)
+    (run / "checkpoints").symlink_to(disk)
+    finished = here(*FLAGS, "--max-steps", 3, "--output-dir", run, "--overwrite")
+    assert finished.status == 0, finished.err
+    assert [path.name for path in disk.iterdir()] == ["step-00000002.pt"]
+    assert not (run / "checkpoints").is_symlink() and (run / "tiny_transformer.pt").exists()
+
+
+def test_a_place_in_the_home_folder_is_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for updates in (2, 4):
+        flags = ("--max-steps", updates, "--checkpoint-dir", "~/saved", "--output-dir", "run")
+        finished = here(*FLAGS, *flags, "--resume", "auto")
+        assert finished.status == 0, finished.err
+    assert (tmp_path / "saved" / "step-00000004.pt").exists() and "going on" in finished.out
+
+
 # -- A store that is away ------------------------------------------------------------------
 
 

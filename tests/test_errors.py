@@ -200,6 +200,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(desk, monkeypatch):
     assert "--output-dir locked" in line and "Permission denied" in line
 
 
+@pytest.mark.parametrize("kind", ["a file", "a link to nowhere"])
+def test_what_stands_where_the_runs_go_is_one_line(desk, kind):
+    (desk / "runs").touch() if kind == "a file" else (desk / "runs").symlink_to("nowhere")
+    assert "--output-dir runs: File exists" in the_error_line(main_here("--cpu", "--max-steps", 1))
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o555], ids=["locked", "read-only"])
 @pytest.mark.parametrize("flags", ["--overwrite", "--resume auto", "--seed 1"])
 def test_a_folder_without_permission_is_one_line_also_for_root_without_its_powers(

@@ -9,7 +9,6 @@ import os
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, clean_environment, run_command
 from gpu import bench as benches
 from gpu import check, endings, kernels, machine, numerics, ranks, resuming
