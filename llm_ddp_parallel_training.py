@@ -2350,7 +2350,8 @@ class Checkpoints:
         self.place, self.keep = str(place), keep
         with blaming(f"--checkpoint-dir {place}"):
             self.fs, root = fsspec.core.url_to_fs(self.place)
-        self.root, self.local = root.rstrip("/"), "file" in self.fs.protocol
+        self.local = "file" in self.fs.protocol
+        self.root = os.path.realpath(root) if self.local else root.rstrip("/")
         self.worker, self.pending = ThreadPoolExecutor(1), None
         self.name = self.best_name = ""  # of the newest state, and of the best one so far
         self.content = memoryview(b"")  # of the newest state
@@ -2630,12 +2631,11 @@ def open_run_folder(run: Run) -> tuple[Path, Checkpoints | None]:
             folder = s.output_dir or new_folder(s.model)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").touch()  # can it be written to?
+            for name in ARTIFACTS if s.overwrite else ():
+                remove(folder / name)
             checkpoints = checkpoints or Checkpoints(folder / "checkpoints", s.keep)
-            if s.overwrite:
-                for name in ARTIFACTS:
-                    remove(folder / name)
-                for name in checkpoints.names():
-                    checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
+            for name in checkpoints.names() if s.overwrite else ():
+                checkpoints.fs.rm_file(f"{checkpoints.root}/{name}")
     return gather(folder, run.launch)[0], checkpoints
 
 

@@ -198,6 +198,14 @@ def test_overwrite_takes_a_link_away_and_not_what_it_leads_to(tmp_path):
     assert not (run / "checkpoints").is_symlink() and (run / "tiny_transformer.pt").exists()
 
 
+def test_a_place_that_is_called_by_a_link_is_the_same_place(tmp_path):
+    run, link = tmp_path / "run", tmp_path / "link"
+    here(*FLAGS, "--max-steps", 2, "--output-dir", run, "--checkpoint-dir", tmp_path / "saved")
+    link.symlink_to(tmp_path / "saved")
+    finished = here("--resume", run, "--checkpoint-dir", link, "--max-steps", 4)
+    assert finished.status == 0, finished.err
+
+
 def test_a_place_in_the_home_folder_is_found_again(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
